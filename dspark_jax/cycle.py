@@ -1,0 +1,293 @@
+"""One decoding cycle: draft -> admit -> verify -> accept -> absorb, as pure functions over state pytrees.
+
+``generate()`` drives it inside ``lax.while_loop``; the serving engine drives it from the host, one jitted program a
+bucket. Targets, drafters and noise are arguments, so scripted ones drive the same code in tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.drafters.base import DrafterModel, Proposal
+from dspark_jax.layout import Layout, dense_layout, ragged_layout
+from dspark_jax.logit_rule import LogitRule
+from dspark_jax.noise import DRAFT, HASH_NOISE, Noise, NoiseKey
+from dspark_jax.sampling import SamplingRows, log_probs
+from dspark_jax.types import Array, PyTree
+from dspark_jax.verify import (
+    Commit,
+    Drafts,
+    RowKeys,
+    Verdict,
+    choose,
+    commit,
+    cycle_key,
+    draw_undrafted,
+    plain_key,
+    verify,
+)
+
+
+class TargetModel(Protocol):
+    """What a cycle needs of a target; ``testing.ScriptedTarget`` implements it without a transformer."""
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def init_cache(self, slots: int, length: int) -> Any: ...
+
+    def forward(
+        self, tokens: Array, layout: Layout, cache: Any, *, taps: tuple[int, ...], context: int | None
+    ) -> tuple[Array, Array, Any]: ...
+
+    def unembed(self, hidden: Array) -> Array: ...
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything that decoding remembers of its slots. Invariant: the anchor sits at position ``length``, in no
+    cache yet."""
+
+    length: Array  # [S] int32: cached tokens
+    anchor: Array  # [S] int32: last committed token
+    active: Array  # [S] bool
+    seed: Array  # [S] uint32
+    cycle: Array  # [S] int32: the request's own cycle number, raised by every cycle that works for it
+    coupled: Array  # [S] bool: verification rule of the request
+    remaining: Array  # [S] int32: tokens it may still emit
+    stop_ids: Array  # [S, N] int32, EMPTY where unused
+    sampling: SamplingRows  # [S] each
+    rule: PyTree  # state of the logit rule, rows first; None without one
+    target: Any  # target cache
+    draft: Any  # drafter state, None without a drafter
+
+
+@flax.struct.dataclass
+class Static:
+    """The parts of a cycle that are not data: how noise is made and which logit rule holds."""
+
+    noise: Noise = flax.struct.field(pytree_node=False, default=HASH_NOISE)
+    rule: LogitRule | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def _take(state: DecodeState, rows: int) -> DecodeState:
+    """The small arrays of the lowest ``rows`` slots; caches are left whole (a slice would copy them)."""
+    small = state.replace(target=None, draft=None)
+    return jax.tree.map(lambda a: a[:rows], small)
+
+
+def _row_keys(view: DecodeState) -> RowKeys:
+    return RowKeys(view.seed, view.cycle, view.length, view.coupled, view.sampling.greedy)
+
+
+class _DraftSampler:
+    """Draws the drafts of a block: rule, distribution, noise, and the step from draft to target ids."""
+
+    def __init__(self, view: DecodeState, drafter: DrafterModel, static: Static) -> None:
+        self.view, self.static, self.d2t = view, static, drafter.d2t
+        self.keys = _row_keys(view)
+        self.rows = jnp.arange(view.seed.shape[0])
+
+    def start(self) -> PyTree:
+        return self.view.rule
+
+    def draw(self, state: PyTree, logits: Array, k: Array | int) -> tuple[Array, Array, Array, PyTree]:
+        if self.static.rule is not None:
+            logits = self.static.rule.apply(state, logits, self.d2t)
+        log_q = log_probs(logits, self.view.sampling)
+        offset = jnp.broadcast_to(jnp.asarray(k, jnp.int32), self.rows.shape)
+        shared = plain_key(self.keys, self.rows, offset)  # the target's own numbers at this position
+        own = cycle_key(self.keys, offset, DRAFT)
+        key = jax.tree.map(lambda a, b: jnp.where(self.keys.coupled, a, b), shared, own)
+        index = self.static.noise.categorical(log_q, key, self.d2t, self.keys.greedy)
+        token = index if self.d2t is None else self.d2t[index].astype(jnp.int32)
+        if self.static.rule is not None:
+            state = self.static.rule.advance(state, token, jnp.ones(token.shape, bool))
+        return token, index, log_q, state
+
+
+def draft(
+    drafter: DrafterModel,
+    state: DecodeState,
+    *,
+    num_drafts: int,
+    rows: int | None = None,
+    context: int | None = None,
+    static: Static = Static(),  # noqa: B008 - frozen
+) -> Proposal:
+    """Drafts a block for the lowest ``rows`` slots (static; None: all), idle ones included.
+
+    Cells of the context cache beyond ``context`` (static; None: all) are not read.
+    """
+    rows = state.length.shape[0] if rows is None else rows
+    view = _take(state, rows)
+    sampler = _DraftSampler(view, drafter, static)
+    return drafter.propose(state.draft, view.anchor, view.length, num_drafts, sampler, context)
+
+
+def window_limit(state: DecodeState, max_positions: int, rows: int | None = None) -> Array:
+    """``[R]``: drafts that fit before the end of the context window; the only reason to shorten a block."""
+    length = state.length if rows is None else state.length[:rows]
+    return jnp.maximum(max_positions - 1 - length, 0)
+
+
+def step(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    proposal: Proposal | None,
+    admitted: Array | None,
+    *,
+    rows: int | None = None,
+    width: int | None = None,
+    tokens: int | None = None,
+    context: int | None = None,
+    static: Static = Static(),  # noqa: B008 - frozen
+) -> tuple[DecodeState, Commit]:
+    """Verifies the admitted drafts, accepts, commits and absorbs: the second half of a cycle.
+
+    Args:
+        proposal: None decodes one token for every active row.
+        admitted: ``[R]`` drafts offered by each row.
+        rows: the lowest slots that take part (static; None: all).
+        width: largest block + 1 (static; None: all drafts of the proposal + 1).
+        tokens: flat tokens T of the target's forward (static; None: rows * width, no flattening).
+            ``sum(active * (1 + admitted)) <= tokens`` is the caller's duty.
+        context: cells of the caches to attend to (static; None: all).
+    """
+    rows = state.length.shape[0] if rows is None else rows
+    if proposal is None:
+        width, admitted = 1, jnp.zeros(rows, jnp.int32)
+    if width is None:
+        width = proposal.tokens.shape[1] + 1  # type: ignore[union-attr]
+    view = _take(state, rows)
+    admitted = jnp.where(view.active, jnp.clip(admitted, 0, width - 1), 0)
+    count = jnp.where(view.active, admitted + 1, 0)
+    layout = ragged_layout(view.length, count, width, rows * width if tokens is None else tokens)
+    drafted = jnp.zeros((rows, 0), jnp.int32) if proposal is None else proposal.tokens[:, : width - 1]
+    flat = layout.flatten(jnp.concatenate([view.anchor[:, None], drafted], axis=1))
+    taps = drafter.taps if drafter is not None else ()
+    with jax.named_scope("verify_forward"):
+        hidden, features, cache = target.forward(flat, layout, state.target, taps=taps, context=context)
+        logits = target.unembed(hidden)
+    with jax.named_scope("accept"):
+        log_p = _target_log_probs(view, logits, drafted, layout, static)
+        verdict = _verdict(drafter, view, log_p, layout, proposal, admitted, static)
+        result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids)
+    draft_state = state.draft
+    if drafter is not None:
+        draft_state = drafter.absorb(state.draft, features, layout)
+    new = _advance(view, verdict, result, static)
+    state = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.replace(target=None, draft=None), new)
+    return state.replace(target=cache, draft=draft_state), result
+
+
+def _target_log_probs(view: DecodeState, logits: Array, drafted: Array, layout: Layout, static: Static) -> Array:
+    """``[T, V]``: each row as plain decoding would compute it after the drafts before it."""
+    rule_state = None
+    if static.rule is not None:
+        states = [view.rule]
+        for k in range(drafted.shape[1]):
+            everyone = jnp.ones(drafted.shape[0], bool)
+            states.append(static.rule.advance(states[-1], drafted[:, k], everyone))
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *states)  # [R, W, ...]
+        rule_state = jax.tree.map(layout.flatten, stacked)
+        logits = static.rule.apply(rule_state, logits, None)
+    return log_probs(logits, view.sampling.take(layout.row))
+
+
+def _verdict(
+    drafter: DrafterModel | None,
+    view: DecodeState,
+    log_p: Array,
+    layout: Layout,
+    proposal: Proposal | None,
+    admitted: Array,
+    static: Static,
+) -> Verdict:
+    keys = _row_keys(view)
+    if drafter is None:
+        # Plain decoding: the numbers of `coupled`, whatever the request's rule.
+        keys = keys.replace(coupled=jnp.ones_like(keys.coupled))
+    if proposal is None:
+        choice = layout.pad(choose(log_p, layout, keys, static.noise))[:, 0]
+        if drafter is not None:
+            choice = draw_undrafted(choice, log_p, layout, keys, static.noise)
+        return Verdict(jnp.zeros(choice.shape, jnp.int32), choice)
+    drafts = Drafts(proposal.tokens, proposal.draft_index, proposal.log_q, drafter.d2t)  # type: ignore[union-attr]
+    return verify(log_p, layout, drafts, admitted, keys, static.noise)
+
+
+def _advance(view: DecodeState, verdict: Verdict, result: Commit, static: Static) -> DecodeState:
+    """The small arrays after a commit."""
+    rule_state = view.rule
+    if static.rule is not None:
+        for k in range(result.tokens.shape[1]):
+            rule_state = static.rule.advance(rule_state, result.tokens[:, k], k < result.count)
+    return view.replace(
+        length=view.length + result.count,
+        anchor=jnp.where(view.active, verdict.next_token, view.anchor),
+        active=view.active & ~result.finished,
+        cycle=view.cycle + view.active,
+        remaining=view.remaining - result.count,
+        rule=rule_state,
+    )
+
+
+def prefill(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    tokens: Array,
+    count: Array,
+    last: Array,
+    *,
+    first_slot: Array | int = 0,
+    context: int | None = None,
+    static: Static = Static(),  # noqa: B008 - frozen
+) -> tuple[DecodeState, Commit]:
+    """Runs (a piece of) the prompts of R slots; rows that are ``last`` draw their first token and become active.
+
+    Args:
+        tokens: ``[R, P]`` right-padded. count: ``[R]`` tokens of this piece, 0 for none.
+        last: ``[R]`` bool, the piece ends the prompt. first_slot: slot of row 0.
+
+    Returns:
+        the state, and a Commit of one token for the rows that are ``last``.
+    """
+    rows, width = tokens.shape
+    at = jnp.asarray(first_slot, jnp.int32)
+    small = state.replace(target=None, draft=None)
+    view = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, rows, 0), small)
+    layout = dense_layout(view.length, count, width, at)
+    taps = drafter.taps if drafter is not None else ()
+    with jax.named_scope("prefill_forward"):
+        hidden, features, cache = target.forward(
+            tokens.reshape(-1), layout, state.target, taps=taps, context=context
+        )
+    draft_state = state.draft
+    if drafter is not None:
+        draft_state = drafter.absorb(state.draft, features, layout)
+    final = layout.pad(hidden)[jnp.arange(rows), jnp.maximum(count - 1, 0)]
+    logits = target.unembed(final)
+    if static.rule is not None:
+        logits = static.rule.apply(view.rule, logits, None)
+    log_p = log_probs(logits, view.sampling)
+    length = view.length + count
+    key = NoiseKey(view.seed, length, jnp.zeros_like(length), jnp.zeros_like(length))
+    token = static.noise.categorical(log_p, key, None, view.sampling.greedy)
+    verdict = Verdict(jnp.zeros(rows, jnp.int32), token)
+    nothing = jnp.zeros((rows, 0), jnp.int32)
+    result = commit(verdict, nothing, jnp.zeros(rows, jnp.int32), last, view.remaining, view.stop_ids)
+    advanced = _advance(view.replace(active=last), verdict, result, static)
+    view = advanced.replace(
+        length=length, active=jnp.where(last, advanced.active, view.active), anchor=jnp.where(last, token, view.anchor)
+    )
+    state = jax.tree.map(
+        lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0), small, view
+    )
+    return state.replace(target=cache, draft=draft_state), result

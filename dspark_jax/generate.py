@@ -1,0 +1,329 @@
+"""Batch decoding inside one jitted program: the research entry point (DESIGN section 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import cycle
+from dspark_jax.config import Sampling
+from dspark_jax.cycle import DecodeState, Static, TargetModel
+from dspark_jax.drafters.base import DrafterModel, Proposal
+from dspark_jax.noise import distinct_seeds
+from dspark_jax.sampling import sampling_rows
+from dspark_jax.schedule.prefix import admit_early_stop_device
+from dspark_jax.types import EMPTY, GREEDY_TEMPERATURE, Array, concrete
+from dspark_jax.verify import Commit
+
+RULES = ("rejection", "coupled")
+ADMIT = ("all", "threshold", "early_stop")
+PREFILL_PIECE = 512
+"""Prompts are run in pieces of at most this many tokens a row."""
+
+
+@flax.struct.dataclass
+class GenerateOutput:
+    """What ``generate`` returns. Invariant: ``1 + committed.sum(1) == lengths``."""
+
+    tokens: Array  # [B, N] int32; a stop token is kept as the last one, EMPTY after it
+    lengths: Array  # [B] int32: tokens kept, the first one (from prefill) and a stop token included
+    committed: Array  # [B, C] int32: tokens kept of each cycle, 0 past the last
+    offered: Array  # [B, C] int32: drafts verified in each cycle
+
+
+def generate(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    prompts: Array,
+    lengths: Array,
+    *,
+    seeds: Array,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    verification: str = "rejection",
+    num_speculative_tokens: int | None = None,
+    admit: str = "all",
+    confidence_threshold: float = 0.0,
+    calibration: Any = None,
+    step_time: Any = None,
+    stop_token_ids: Sequence[int] = (),
+    static: Static = Static(),  # noqa: B008 - frozen
+) -> GenerateOutput:
+    """Decodes B prompts to ``max_new_tokens`` tokens each, or to a stop token.
+
+    May be jitted: ``jax.jit(partial(generate, max_new_tokens=64))(target, drafter, prompts, lengths, seeds=seeds)``.
+
+    Args:
+        target: a loaded ``Target`` (or scripted model). drafter: a ``Drafter``, or None for plain decoding.
+        prompts: ``[B, P]`` int32, right-padded; pad ids are ignored. lengths: ``[B]`` int32, 1..P.
+        seeds: ``[B]`` uint32.
+        max_new_tokens: N >= 1, static.
+        verification: ``rejection`` or ``coupled``; plain decoding with the same seed gives the text of ``coupled``.
+        num_speculative_tokens: drafts a block; None: the checkpoint's block.
+        admit: ``all``; ``threshold`` (cut before the first position whose raw sigmoid(confidence) is below
+            ``confidence_threshold``); ``early_stop`` (Algorithm 1 of the paper, needs ``step_time``). The verify
+            width is static here: ``admit`` changes what is offered, not the speed.
+        calibration: a Calibration for ``early_stop``; None: the drafter's own if it has one, else raw confidences.
+        step_time: a StepTimeTable.
+        stop_token_ids: tokens that end a row.
+
+    Raises:
+        ValueError: naming the argument and the remedy.
+    """
+    k = _check(target, drafter, prompts, lengths, max_new_tokens, verification, num_speculative_tokens)
+    _check_admission(drafter, admit, confidence_threshold, step_time)
+    milliseconds, draft_ms = None, 0.0
+    if admit == "early_stop":
+        rows = prompts.shape[0]
+        milliseconds = jnp.asarray(step_time.dense(rows * (k + 1)), jnp.float32)
+        draft_ms = float(getattr(step_time, "draft_ms", 0.0) or 0.0)
+        calibration = getattr(drafter, "calibration", None) if calibration is None else calibration
+        calibration = _pick_table(calibration, verification, sampling)
+    run = _generate if isinstance(prompts, jax.core.Tracer) else _generate_jit
+    return run(
+        target,
+        drafter,
+        jnp.asarray(prompts, jnp.int32),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(seeds).astype(jnp.uint32),
+        jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32),
+        milliseconds,
+        jnp.asarray(confidence_threshold, jnp.float32),
+        calibration if admit == "early_stop" else None,
+        max_new_tokens=int(max_new_tokens),
+        sampling=sampling,
+        coupled=verification == "coupled",
+        num_drafts=k,
+        admit=admit,
+        draft_ms=draft_ms,
+        static=static,
+    )
+
+
+def _check(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    prompts: Array,
+    lengths: Array,
+    max_new_tokens: int,
+    verification: str,
+    num_speculative_tokens: int | None,
+) -> int:
+    """Refuses what cannot be decoded; returns the drafts of a block (0 without a drafter)."""
+    if prompts.ndim != 2 or lengths.shape != (prompts.shape[0],):
+        raise ValueError(f"prompts must be [B, P] and lengths [B], found {prompts.shape} and {lengths.shape}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if verification not in RULES:
+        raise ValueError(f"verification must be one of {', '.join(RULES)}, found {verification!r}")
+    known, known_prompts = concrete(lengths), concrete(prompts)
+    if known is not None and ((known < 1).any() or (known > prompts.shape[1]).any()):
+        raise ValueError(f"lengths must lie in 1..{prompts.shape[1]} (an empty prompt has no token to start from)")
+    longest = prompts.shape[1] if known is None else int(known.max(initial=0))
+    if longest + max_new_tokens > target.max_positions and known is not None:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the context window of "
+            f"{target.max_positions} tokens: shorten the prompt or lower max_new_tokens"
+        )
+    vocab = getattr(target, "vocab_size", None)
+    if known is not None and known_prompts is not None and vocab is not None:
+        inside = jnp.arange(prompts.shape[1])[None, :] < known[:, None]
+        bad = known_prompts[inside & ((known_prompts < 0) | (known_prompts >= vocab))]
+        if bad.size:
+            raise ValueError(f"prompts hold token id {int(bad[0])}, outside the vocabulary of {vocab}")
+    if drafter is None:
+        if num_speculative_tokens not in (None, 0):
+            raise ValueError("num_speculative_tokens was given, but drafter is None")
+        return 0
+    k = drafter.block_size if num_speculative_tokens is None else num_speculative_tokens
+    if not 1 <= k <= drafter.block_size:
+        raise ValueError(f"num_speculative_tokens must lie in 1..{drafter.block_size}, found {k}")
+    return int(k)
+
+
+def _check_admission(drafter: DrafterModel | None, admit: str, threshold: float, step_time: Any) -> None:
+    if admit not in ADMIT:
+        raise ValueError(f"admit must be one of {', '.join(ADMIT)}, found {admit!r}")
+    if admit == "all":
+        return
+    if drafter is None or not drafter.has_confidence:
+        raise ValueError(f"admit={admit!r} needs a drafter with a confidence head")
+    if admit == "early_stop" and step_time is None:
+        raise ValueError("admit='early_stop' needs step_time, a StepTimeTable")
+    if admit == "threshold" and not 0.0 <= float(threshold) <= 1.0:
+        raise ValueError(f"confidence_threshold must lie in [0, 1], found {threshold}")
+
+
+def _pick_table(calibration: Any, verification: str, sampling: Sampling) -> Any:
+    """The calibration that belongs to a request: T = 0, or its rule's T = 1 table."""
+    pick = getattr(calibration, "pick", None)
+    temperature = 0.0 if sampling.temperature < GREEDY_TEMPERATURE else 1.0
+    return calibration if pick is None else pick(verification, temperature)
+
+
+@flax.struct.dataclass
+class _Loop:
+    """Carry of the decoding loop."""
+
+    state: DecodeState
+    cycles: Array  # [] int32
+    made: Array  # [B] int32: tokens in ``tokens``
+    tokens: Array  # [B, N]
+    committed: Array  # [B, C]
+    offered: Array  # [B, C]
+
+
+def _admitted(
+    proposal: Proposal, active: Array, admit: str, threshold: Array, calibration: Any, ms: Any, draft_ms: float
+) -> Array:
+    """``[B]`` drafts each row offers, chosen without looking at the tokens they hold."""
+    rows, k = proposal.tokens.shape
+    if admit == "all":
+        return jnp.full(rows, k, jnp.int32)
+    logits = proposal.confidence_logits
+    if admit == "threshold":
+        kept = (jax.nn.sigmoid(logits) >= threshold).astype(jnp.int32)
+        return jnp.sum(jnp.cumprod(kept, axis=1), axis=1)
+    conditional = jax.nn.sigmoid(logits) if calibration is None else calibration.apply(logits)
+    survival = jnp.cumprod(conditional.astype(jnp.float32), axis=1)
+    return admit_early_stop_device(survival, ms, draft_ms, active)
+
+
+def _start(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    prompts: Array,
+    seeds: Array,
+    stop_ids: Array,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    coupled: bool,
+    width: int,
+    rule_state: Any = None,
+) -> DecodeState:
+    """Empty slots, one for each row."""
+    rows, longest = prompts.shape
+    # A piece of prefill writes whole pieces, a block its whole width: room for both past the last token.
+    piece = min(longest, PREFILL_PIECE)
+    cells = max(-(-longest // piece) * piece, longest + max_new_tokens) + width
+    zeros = jnp.zeros(rows, jnp.int32)
+    return DecodeState(
+        length=zeros,
+        anchor=zeros,
+        active=jnp.zeros(rows, bool),
+        seed=seeds,
+        cycle=zeros,
+        coupled=jnp.full(rows, coupled),
+        remaining=zeros + max_new_tokens,
+        stop_ids=jnp.broadcast_to(stop_ids[None, :], (rows, stop_ids.shape[0])),
+        sampling=sampling_rows(sampling, rows),
+        rule=rule_state,
+        target=target.init_cache(rows, cells),
+        draft=None if drafter is None else drafter.init(rows, cells),
+    )
+
+
+def _prefill(
+    target: TargetModel, drafter: DrafterModel | None, state: DecodeState, prompts: Array, lengths: Array, static: Static
+) -> tuple[DecodeState, Array]:
+    """All prompts, piece by piece; returns each row's first token ``[B, 1]``."""
+    longest = prompts.shape[1]
+    piece = min(longest, PREFILL_PIECE)
+    first = jnp.full((prompts.shape[0], 1), EMPTY, jnp.int32)
+    for begin in range(0, longest, piece):
+        tokens = prompts[:, begin : begin + piece]
+        if tokens.shape[1] < piece:
+            tokens = jnp.pad(tokens, ((0, 0), (0, piece - tokens.shape[1])))
+        count = jnp.clip(lengths - begin, 0, piece)
+        last = (lengths > begin) & (lengths <= begin + piece)
+        state, result = cycle.prefill(
+            target, drafter, state, tokens, count, last, context=begin + piece, static=static
+        )
+        first = jnp.where(last[:, None], result.tokens, first)
+    return state, first
+
+
+def _generate(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    prompts: Array,
+    lengths: Array,
+    seeds: Array,
+    stop_ids: Array,
+    milliseconds: Array | None,
+    threshold: Array,
+    calibration: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    coupled: bool,
+    num_drafts: int,
+    admit: str,
+    draft_ms: float,
+    static: Static,
+) -> GenerateOutput:
+    rows, cycles = prompts.shape[0], max(max_new_tokens - 1, 1)
+    prompts = jnp.where(jnp.arange(prompts.shape[1])[None, :] < lengths[:, None], prompts, 0)
+    if admit == "early_stop" and not coupled:
+        seeds = distinct_seeds(seeds)
+    state = _start(
+        target,
+        drafter,
+        prompts,
+        seeds,
+        stop_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        coupled=coupled,
+        width=num_drafts + 1,
+    )
+    state, first = _prefill(target, drafter, state, prompts, lengths, static)
+    tokens = jnp.full((rows, max_new_tokens), EMPTY, jnp.int32).at[:, :1].set(first)
+    loop = _Loop(
+        state=state,
+        cycles=jnp.zeros((), jnp.int32),
+        made=jnp.ones(rows, jnp.int32),
+        tokens=tokens,
+        committed=jnp.zeros((rows, cycles), jnp.int32),
+        offered=jnp.zeros((rows, cycles), jnp.int32),
+    )
+
+    def body(loop: _Loop) -> _Loop:
+        state, proposal, admitted = loop.state, None, None
+        if drafter is not None:
+            proposal = cycle.draft(drafter, state, num_drafts=num_drafts, static=static)
+            admitted = _admitted(proposal, state.active, admit, threshold, calibration, milliseconds, draft_ms)
+            admitted = jnp.minimum(admitted, cycle.window_limit(state, target.max_positions))
+        state, result = cycle.step(target, drafter, state, proposal, admitted, static=static)
+        return _record(loop.replace(state=state), result)
+
+    loop = jax.lax.while_loop(lambda c: jnp.any(c.state.active) & (c.cycles < cycles), body, loop)
+    return GenerateOutput(loop.tokens, loop.made, loop.committed, loop.offered)
+
+
+def _record(loop: _Loop, result: Commit) -> _Loop:
+    """Appends a cycle's tokens and counts; a row's own cycles are its leading ones, since it never pauses."""
+    rows, width = result.tokens.shape
+    limit = loop.tokens.shape[1]
+    place = loop.made[:, None] + jnp.arange(width)[None, :]
+    place = jnp.where(jnp.arange(width)[None, :] < result.count[:, None], place, limit)
+    tokens = loop.tokens.at[jnp.arange(rows)[:, None], place].set(result.tokens, mode="drop")
+    return loop.replace(
+        cycles=loop.cycles + 1,
+        made=loop.made + result.count,
+        tokens=tokens,
+        committed=loop.committed.at[:, loop.cycles].set(result.count),
+        offered=loop.offered.at[:, loop.cycles].set(result.offered),
+    )
+
+
+_generate_jit = partial(
+    jax.jit,
+    static_argnames=("max_new_tokens", "sampling", "coupled", "num_drafts", "admit", "draft_ms", "static"),
+)(_generate)

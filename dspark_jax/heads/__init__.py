@@ -1,0 +1,1 @@
+"""The small heads of a DSpark drafter: Markov (sequential) and confidence."""

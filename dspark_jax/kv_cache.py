@@ -1,0 +1,82 @@
+"""Key/value caches. Rollback is a length: cells at positions >= length are garbage by right, never cleared.
+
+Cells are laid out ``[S, Hk, L, D]``: the batch axes of both attention products come first, so no backend has to
+transpose a cache to multiply by it (on CPU that copy was a fifth of a decoding step). Layers are a tuple where they
+are unrolled and a stacked leading axis where they are scanned; this file is the one place that knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import LayerConfig
+from dspark_jax.layout import Layout
+from dspark_jax.types import Array
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of every layer: a tuple of ``[S, Hk, L, D]`` or one ``[N, S, Hk, L, D]`` each."""
+
+    k: tuple[Array, ...] | Array
+    v: tuple[Array, ...] | Array
+
+    @property
+    def stacked(self) -> bool:
+        return not isinstance(self.k, tuple)
+
+    @property
+    def length(self) -> int:
+        """L, the number of cells of a slot."""
+        return (self.k if self.stacked else self.k[0]).shape[-2]
+
+
+def init_cache(layers: tuple[LayerConfig, ...], slots: int, length: int, dtype: Any, stacked: bool = False) -> KVCache:
+    """An empty cache for ``slots`` slots of ``length`` cells.
+
+    ``length`` must exceed the largest position ever written: writes of W cells at ``start`` need
+    ``start + W <= length`` (a dynamic update clamps silently otherwise), so callers add the widest block.
+    """
+
+    def cells(layer: LayerConfig, lead: tuple[int, ...] = ()) -> Array:
+        return jnp.zeros((*lead, slots, layer.num_kv_heads, length, layer.head_dim), dtype)
+
+    if stacked:
+        n = (len(layers),)
+        return KVCache(cells(layers[0], n), cells(layers[0], n))
+    return KVCache(tuple(cells(x) for x in layers), tuple(cells(x) for x in layers))
+
+
+def write_rows(cells: Array, new: Array, layout: Layout, layer: Array | None = None) -> Array:
+    """Writes the keys (or values) of a forward into one layer's cells, in place where donated.
+
+    Args:
+        cells: ``[S, Hk, L, D]``, or ``[N, S, Hk, L, D]`` with ``layer`` the (traced) layer index.
+        new: ``[R, Hk, W, D]``; places at offsets >= count are garbage and land past the row's length.
+        layout: row r is slot ``first_slot + r``, its first cell ``start[r]``.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    for r in range(new.shape[0]):
+        at = (layout.first_slot + r, zero, layout.start[r], zero)
+        block = new[r : r + 1].astype(cells.dtype)
+        if layer is None:
+            cells = jax.lax.dynamic_update_slice(cells, block, at)
+        else:
+            cells = jax.lax.dynamic_update_slice(cells, block[None], (layer, *at))
+    return cells
+
+
+def read_rows(cells: Array, layout: Layout, context: int, layer: Array | None = None) -> Array:
+    """The first ``context`` cells of the forward's rows: ``[R, Hk, context, D]``."""
+    if layer is not None:
+        cells = jax.lax.dynamic_index_in_dim(cells, layer, 0, keepdims=False)
+    slots, heads, length, size = cells.shape
+    rows = layout.start.shape[0]
+    if rows == slots and context == length:
+        return cells
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.dynamic_slice(cells, (layout.first_slot, zero, zero, zero), (rows, heads, context, size))

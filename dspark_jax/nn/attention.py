@@ -1,0 +1,115 @@
+"""Attention of padded blocks against caches, in one grouped-query form for targets and drafters.
+
+Scores and softmax are computed in float32 (float64 for float64 models). The form of the product is chosen by the
+number of query rows: see ``_scores``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.types import Array, accumulate_dtype
+
+_MAX_SCORES = 1 << 24
+"""Scores held at once, in elements; longer prefills are walked in pieces of queries."""
+
+
+@flax.struct.dataclass
+class KeyBlock:
+    """Keys a query block may see: k, v ``[R, Hk, C, D]``, visible ``[R, W, C]`` bool."""
+
+    k: Array
+    v: Array
+    visible: Array
+
+
+def attention(q: Array, keys: Sequence[KeyBlock], scale: float) -> Array:
+    """Softmax attention of ``q [R, W, H, D]`` over all key blocks together: ``[R, W, H, D]``.
+
+    Several blocks (cache and own block of a drafter) share one softmax without being copied together. A query
+    that sees nothing gets the mean of garbage: callers never read such rows.
+    """
+    rows, width, heads, _ = q.shape
+    kv_heads = keys[0].k.shape[1]
+    columns = sum(block.k.shape[2] for block in keys)
+    pieces = -(-rows * heads * width * columns // _MAX_SCORES)
+    if pieces > 1 and width % 2 == 0 and width > 16:
+        half = width // 2
+        return jnp.concatenate(
+            [
+                attention(
+                    q[:, part], [block.replace(visible=block.visible[:, part]) for block in keys], scale
+                )
+                for part in (slice(0, half), slice(half, width))
+            ],
+            axis=1,
+        )
+    dtype = accumulate_dtype(q.dtype)
+    grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, kv_heads, -1, q.shape[-1])  # [R, Hk, g * W, D]
+    scores = []
+    for block in keys:
+        s = _scores(grouped, block.k, dtype) * dtype.type(scale)
+        s = s.reshape(rows, kv_heads, -1, width, s.shape[-1])
+        scores.append(jnp.where(block.visible[:, None, None], s, jnp.finfo(dtype).min))
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0], axis=-1)
+    weights = weights.reshape(rows, kv_heads, -1, columns)
+    out = jnp.zeros((), dtype)
+    begin = 0
+    for block in keys:
+        size = block.k.shape[2]
+        out = out + _mix(weights[..., begin : begin + size], block.v, dtype)
+        begin += size
+    out = out.reshape(rows, kv_heads, heads // kv_heads, width, -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, width, heads, -1).astype(q.dtype)
+
+
+def _scores(q: Array, k: Array, dtype: jnp.dtype) -> Array:
+    """``[R, Hk, M, D] x [R, Hk, C, D] -> [R, Hk, M, C]``."""
+    return jnp.einsum(
+        "rhmd,rhcd->rhmc", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def _mix(weights: Array, v: Array, dtype: jnp.dtype) -> Array:
+    """``[R, Hk, M, C] x [R, Hk, C, D] -> [R, Hk, M, D]``."""
+    return jnp.einsum(
+        "rhmc,rhcd->rhmd",
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=dtype,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def causal_visible(start: Array, width: int, context: int, window: int) -> Array:
+    """``[R, W, C]``: query w of a row sits at position start + w and sees positions up to its own."""
+    query = start[:, None] + jnp.arange(width)[None, :]
+    key = jnp.arange(context)[None, None, :]
+    visible = key <= query[:, :, None]
+    if window:
+        visible &= key > query[:, :, None] - window
+    return visible
+
+
+def context_visible(length: Array, width: int, context: int, window: int) -> Array:
+    """``[R, W, C]``: every query of a draft block sees the whole context before the anchor, at position length."""
+    key = jnp.arange(context)[None, None, :]
+    visible = jnp.broadcast_to(key < length[:, None, None], (length.shape[0], width, context))
+    if window:
+        query = length[:, None] + jnp.arange(width)[None, :]
+        visible &= key > query[:, :, None] - window
+    return visible
+
+
+def block_visible(rows: int, width: int, window: int) -> Array:
+    """``[R, W, W]``: a draft block attends to itself in both directions, within the window."""
+    at = jnp.arange(width)
+    visible = jnp.ones((width, width), bool)
+    if window:
+        visible = at[None, :] > at[:, None] - window
+    return jnp.broadcast_to(visible[None], (rows, width, width))
