@@ -1,0 +1,7 @@
+"""Calibration of the confidence head: sequential temperature scaling and measures of how well it works."""
+
+from __future__ import annotations
+
+from dspark_jax.calibrate.sts import Calibration, CalibrationTables, fit, load_tables, save_tables
+
+__all__ = ["Calibration", "CalibrationTables", "fit", "load_tables", "save_tables"]
