@@ -16,7 +16,7 @@ from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.noise import distinct_seeds
 from dspark_jax.sampling import sampling_rows
-from dspark_jax.schedule.prefix import admit_early_stop_device
+from dspark_jax.schedule.prefix import admit_early_stop_device, survival_device
 from dspark_jax.types import EMPTY, GREEDY_TEMPERATURE, Array, concrete
 from dspark_jax.verify import Commit
 
@@ -190,7 +190,7 @@ def _admitted(
         kept = (jax.nn.sigmoid(logits) >= threshold).astype(jnp.int32)
         return jnp.sum(jnp.cumprod(kept, axis=1), axis=1)
     conditional = jax.nn.sigmoid(logits) if calibration is None else calibration.apply(logits)
-    survival = jnp.cumprod(conditional.astype(jnp.float32), axis=1)
+    survival = survival_device(conditional.astype(jnp.float32))
     return admit_early_stop_device(survival, ms, draft_ms, active)
 
 

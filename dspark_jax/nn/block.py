@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax.numpy as jnp
+
 from dspark_jax.config import DecoderConfig, LayerConfig
 from dspark_jax.nn.linear import linear
 from dspark_jax.nn.mlp import gated_mlp
@@ -75,6 +77,52 @@ def layer_specs(config: DecoderConfig, layer: LayerConfig, prefix: str) -> PyTre
     return specs
 
 
+def fuse_projections(layer: PyTree) -> PyTree:
+    """One layer's parameters with q, k, v and gate, up as one matrix each, for decoding on one device.
+
+    Fewer and larger products; and on CPU the form of ``nn/linear.py`` for few tokens needs it, because XLA would
+    share (and write out) the broadcast of an input that several products read.
+    """
+    attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
+    parts = ("q", "k", "v") if "v_proj" in attn else ("q", "k")
+    attn["qkv_proj"] = jnp.concatenate([attn.pop(f"{p}_proj") for p in parts])
+    if "q_bias" in attn:
+        attn["qkv_bias"] = jnp.concatenate([attn.pop(f"{p}_bias") for p in parts])
+    mlp["gate_up_proj"] = jnp.concatenate([mlp.pop("gate_proj"), mlp.pop("up_proj")])
+    if "gate_bias" in mlp:
+        mlp["gate_up_bias"] = jnp.concatenate([mlp.pop("gate_bias"), mlp.pop("up_bias")])
+    return {**layer, "attn": attn, "mlp": mlp}
+
+
+def split_projections(config: DecoderConfig, layer: LayerConfig, params: PyTree) -> PyTree:
+    """The inverse of ``fuse_projections``; parameters that are not fused are returned as they are."""
+    attn, mlp = dict(params["attn"]), dict(params["mlp"])
+    q, kv = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    names = ("q", "k") if layer.k_eq_v else ("q", "k", "v")
+    ends = [q, q + kv, q + 2 * kv]
+    for kind, whole in (("proj", attn.pop("qkv_proj", None)), ("bias", attn.pop("qkv_bias", None))):
+        if whole is not None:
+            for i, name in enumerate(names):
+                attn[f"{name}_{kind}"] = whole[(ends[i - 1] if i else 0) : ends[i]]
+    for kind, whole in (("proj", mlp.pop("gate_up_proj", None)), ("bias", mlp.pop("gate_up_bias", None))):
+        if whole is not None:
+            mlp[f"gate_{kind}"], mlp[f"up_{kind}"] = jnp.split(whole, 2)
+    return {**params, "attn": attn, "mlp": mlp}
+
+
+def _project(attn: PyTree, names: tuple[str, ...], sizes: tuple[int, ...], x: Array) -> list[Array]:
+    """The projections ``names`` (a tail of q, k, v) of flat inputs, from fused or separate matrices."""
+    if "qkv_proj" not in attn:
+        return [linear(attn[f"{n}_proj"], x, attn.get(f"{n}_bias")) for n in names]
+    weight, bias = attn["qkv_proj"], attn.get("qkv_bias")
+    skip = weight.shape[0] - sum(sizes)
+    if skip:
+        weight, bias = weight[skip:], None if bias is None else bias[skip:]
+    y = linear(weight, x, bias)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [y[:, end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
 def keys_values(
     config: DecoderConfig, layer: LayerConfig, attn: PyTree, x: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, Array]:
@@ -82,10 +130,19 @@ def keys_values(
 
     A drafter calls this directly on its context, which passes no ``input_layernorm``.
     """
-    shape = (x.shape[0], layer.num_kv_heads, layer.head_dim)
-    raw = linear(attn["k_proj"], x, attn.get("k_bias")).reshape(shape)
-    v = raw if layer.k_eq_v else linear(attn["v_proj"], x, attn.get("v_bias")).reshape(shape)
-    k = rms_norm(raw, attn["k_norm"], config.rms_norm_eps) if config.qk_norm else raw
+    names = ("k",) if layer.k_eq_v else ("k", "v")
+    size = layer.num_kv_heads * layer.head_dim
+    raw = _project(attn, names, (size,) * len(names), x)
+    return _finish_keys_values(config, layer, attn, raw, tables)
+
+
+def _finish_keys_values(
+    config: DecoderConfig, layer: LayerConfig, attn: PyTree, raw: list[Array], tables: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    shape = (raw[0].shape[0], layer.num_kv_heads, layer.head_dim)
+    k, v = raw[0].reshape(shape), raw[-1].reshape(shape)
+    if config.qk_norm:
+        k = rms_norm(k, attn["k_norm"], config.rms_norm_eps)
     if config.v_norm:
         v = rms_norm(v, None, config.rms_norm_eps)
     return apply_rope(k, tables), v
@@ -112,11 +169,15 @@ def layer_forward(
     tokens = x.shape[0]
     h = rms_norm(x, params["input_layernorm"], eps)
     attn = params["attn"]
-    q = linear(attn["q_proj"], h, attn.get("q_bias")).reshape(tokens, config.num_heads, layer.head_dim)
+    kv_size = layer.num_kv_heads * layer.head_dim
+    kv_names = ("k",) if layer.k_eq_v else ("k", "v")
+    sizes = (config.num_heads * layer.head_dim, *(kv_size,) * len(kv_names))
+    q, *raw = _project(attn, ("q", *kv_names), sizes, h)
+    q = q.reshape(tokens, config.num_heads, layer.head_dim)
     if config.qk_norm:
         q = rms_norm(q, attn["q_norm"], eps)
     q = apply_rope(q, tables)
-    k, v = keys_values(config, layer, attn, h, tables)
+    k, v = _finish_keys_values(config, layer, attn, raw, tables)
     out, aux = attend(q, k, v)
     a = linear(attn["o_proj"], out.reshape(tokens, -1), attn.get("o_bias"))
     if config.sandwich_norm:

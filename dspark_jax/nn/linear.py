@@ -10,21 +10,33 @@ from dspark_jax.types import Array
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def linear(weight: Array, x: Array, bias: Array | None = None, *, out_dtype: jnp.dtype | None = None) -> Array:
-    """``x [..., in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[..., out]``.
+_FEW_TOKENS = 32
+"""Up to this many tokens a product on CPU is written as multiply-and-sum; see ``_product``."""
 
-    On CPU with two tokens or more the weight is the left operand: XLA's CPU backend packs the right operand of a
-    product before use, and packing the small side instead of the weight halves the time at 2 to 32 tokens (one
-    token is a matrix-vector product, which reads the weight once either way).
-    """
+
+def linear(weight: Array, x: Array, bias: Array | None = None, *, out_dtype: jnp.dtype | None = None) -> Array:
+    """``x [..., in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[..., out]``."""
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
-    precision = jax.lax.Precision.HIGHEST if weight.dtype in (jnp.float32, jnp.float64) else None
-    accumulate = out_dtype or jnp.promote_types(weight.dtype, x.dtype)
-    if jax.default_backend() == "cpu" and flat.shape[0] > 1:
-        y = jax.lax.dot_general(weight, flat, _CONTRACT_LAST, precision, accumulate).T
-    else:
-        y = jax.lax.dot_general(flat, weight, _CONTRACT_LAST, precision, accumulate)
+    y = _product(weight, flat, out_dtype or jnp.promote_types(weight.dtype, x.dtype))
     if bias is not None:
         y = y + bias.astype(y.dtype)[None, :]
     return y.reshape(*lead, weight.shape[0])
+
+
+def _product(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
+    """``[T, in] x [out, in] -> [T, out]`` in the form that is fast on the backend at this T.
+
+    XLA's CPU backend runs one token as a matrix-vector product at memory speed, but copies a whole weight into a
+    packed buffer before it multiplies by two tokens or more. Written as a fused multiply-and-sum the weight is read
+    once: 8 tokens then cost little more than one. With many tokens packing pays, the weight as the left operand.
+    Measured: benchmarks/bench_linear.py.
+    """
+    precision = jax.lax.Precision.HIGHEST if weight.dtype in (jnp.float32, jnp.float64) else None
+    tokens = x.shape[0]
+    if jax.default_backend() != "cpu" or tokens == 1:
+        return jax.lax.dot_general(x, weight, _CONTRACT_LAST, precision, dtype)
+    if tokens > _FEW_TOKENS:
+        return jax.lax.dot_general(weight, x, _CONTRACT_LAST, precision, dtype).T
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return jnp.sum(weight.astype(wide)[:, None, :] * x.astype(wide)[None, :, :], axis=-1).T.astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from dspark_jax.config import DecoderConfig
 from dspark_jax.kv_cache import KVCache, init_cache
 from dspark_jax.layout import Layout
+from dspark_jax.nn.block import fuse_projections
 from dspark_jax.params import abstract, init, stack_layers
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.targets.decoder import decoder_specs, embed, forward, unembed
@@ -39,6 +41,7 @@ class Target:
         tokenizer: Any = None,
         name: str = "",
         scan: bool | None = None,
+        fuse: bool | None = None,
     ) -> Target:
         """Wraps a parameter tree of ``decoder_specs(config)``.
 
@@ -47,7 +50,12 @@ class Target:
                 are often padded (Qwen3: 151936 rows for 151669 tokens).
             scan: layers stacked and scanned (True) or unrolled (False); None chooses unrolled on CPU, where code
                 specialised to each layer is faster, and scanned elsewhere if all layers have one shape.
+            fuse: q, k, v and gate, up as one matrix each (see ``nn.block.fuse_projections``); None: on one CPU.
         """
+        if fuse is None:
+            fuse = jax.default_backend() == "cpu" and _on_one_device(params)
+        if fuse:
+            params = {**params, "layers": [fuse_projections(layer) for layer in params["layers"]]}
         if scan is None:
             scan = jax.default_backend() != "cpu" and config.uniform
         if scan and not config.uniform:
@@ -65,10 +73,8 @@ class Target:
     @classmethod
     def shapes(cls, config: DecoderConfig, dtype: Any = jnp.float32, **options: Any) -> Target:
         """A target of ``ShapeDtypeStruct`` leaves, for compiling without weights."""
-        options = {"scan": False, **options}
-        if options["scan"]:
-            return jax.eval_shape(lambda p: cls.build(p, config, **options), abstract(decoder_specs(config), dtype))
-        return cls.build(abstract(decoder_specs(config), dtype), config, **options)
+        build = partial(cls.build, config=config, **{"scan": False, "fuse": False, **options})
+        return jax.eval_shape(build, abstract(decoder_specs(config), dtype))
 
     @property
     def tokenizer(self) -> Any:
@@ -113,3 +119,8 @@ class Target:
         """Logits ``[..., V]``; ids beyond the tokenizer are -inf."""
         logits = unembed(self.params, self.config, hidden)
         return mask_beyond(logits, None, self.vocab_limit)
+
+
+def _on_one_device(params: PyTree) -> bool:
+    """No parameter is spread over several devices."""
+    return all(len(getattr(a, "devices", set)()) <= 1 for a in jax.tree.leaves(params) if isinstance(a, jax.Array))
