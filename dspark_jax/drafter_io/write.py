@@ -1,0 +1,88 @@
+"""Writing: a ``DrafterConfig`` as ``config.json`` in DeepSpec's or speculators' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.config_io import decoder_config_to_hf
+from dspark_jax.drafter_io.formats import slots_of_drafts
+
+
+def _backbone_to_hf(decoder: DecoderConfig) -> dict[str, Any]:
+    out = decoder_config_to_hf(decoder)
+    out["tie_word_embeddings"] = False
+    return out
+
+
+def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
+    """``config.json`` in DeepSpec's layout, with the keys its own classes and other engines read.
+
+    Our extensions (``draft_vocab_size``, ``block_widths``, ``sample_from_anchor`` for the fill-in layout) are
+    written only where they say something. ``num_anchors`` is a training setting that its class demands.
+    """
+    out = _backbone_to_hf(config.decoder)
+    family = {"qwen3": "Qwen3"}.get(config.decoder.family, config.decoder.family.capitalize())
+    out.update(
+        architectures=[f"{family}DSparkModel"],
+        block_size=slots_of_drafts(config.block_size, config.sample_from_anchor),
+        enable_confidence_head=config.confidence_head,
+        markov_rank=config.markov_rank,
+        mask_token_id=config.mask_token_id,
+        num_anchors=512,
+        num_target_layers=config.num_target_layers,
+        target_layer_ids=list(config.target_layer_ids),
+    )
+    if config.markov_rank:
+        out["markov_head_type"] = config.markov_head
+    if config.confidence_head:
+        out["confidence_head_with_markov"] = config.confidence_with_markov
+    if config.trimmed:
+        out["draft_vocab_size"] = config.draft_vocab_size
+    if config.block_widths:
+        out["block_widths"] = list(config.block_widths)
+    if not config.sample_from_anchor:
+        out["sample_from_anchor"] = False
+    return out
+
+
+def drafter_config_to_speculators(
+    config: DrafterConfig, *, verifier: str | None = None, verifier_architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """``config.json`` in the layout of vllm-project/speculators.
+
+    Layer ids become indices of the hidden states (+1), and the block layout is always written.
+    ``block_widths`` and ``num_target_layers`` have no place there and are dropped.
+    """
+    kind = "dspark" if config.markov_rank or config.confidence_head else "dflash"
+    slots = slots_of_drafts(config.block_size, config.sample_from_anchor)
+    backbone = _backbone_to_hf(config.decoder)
+    backbone.pop("architectures", None)
+    out: dict[str, Any] = {
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size}],
+            "verifier": {"architectures": list(verifier_architectures), "name_or_path": verifier},
+        },
+        "transformer_layer_config": backbone,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": slots,
+        "target_hidden_size": config.decoder.hidden_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": True,  # our blocks are bidirectional in every layer
+    }
+    if kind == "dspark":
+        out.update(
+            markov_rank=config.markov_rank,
+            markov_head_type=config.markov_head,
+            enable_confidence_head=config.confidence_head,
+            confidence_head_with_markov=config.confidence_head and config.confidence_with_markov,
+        )
+    return out

@@ -1,0 +1,249 @@
+"""Names, files and models meet here: what a user calls a model becomes a Target or a Drafter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax import sharding
+from dspark_jax.calibrate.sts import load_tables
+from dspark_jax.checkpoint import RenamedSource, SafetensorsSource, TensorSource, require_dtype, restore
+from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, TargetView, read_drafter
+from dspark_jax.checkpoint.gguf import GGUFSource, decoder_config_from_gguf
+from dspark_jax.checkpoint.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
+from dspark_jax.config import DecoderConfig
+from dspark_jax.config_io import decoder_config_from_hf
+from dspark_jax.drafters import Drafter, drafter_specs
+from dspark_jax.params import ParamSpec
+from dspark_jax.targets import Target, decoder_specs
+from dspark_jax.targets.embedded import EMBEDDED, find_embedded
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SHIPPED_DRAFTERS = ("smollm2-135m-instruct-dspark",)
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+
+
+def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh | None = None) -> Target:
+    """Loads a target model; nothing is fetched from the network.
+
+    Args:
+        path: ``"smollm2-135m-instruct"`` (the embedded default), a ``.gguf`` file, a Hugging Face directory
+            (safetensors, sharded or not), or a Hugging Face hub id that is already in the local cache.
+        dtype: ``"auto"`` (float32 on CPU, bfloat16 elsewhere), ``"float32"``, ``"bfloat16"``, ``"float64"``
+            (needs ``jax_enable_x64``), or the JAX dtype.
+        mesh: devices to spread the weights over (``sharding.RULES``); None: the default device.
+
+    Returns:
+        A Target. Its tokenizer is None where the directory has none.
+
+    Raises:
+        FileNotFoundError: nothing of that name; the message says what to do.
+        ValueError: an unsupported or corrupt checkpoint; one message with everything that is wrong.
+    """
+    dtype = resolve_dtype(dtype)
+    name = os.fspath(path)
+    place = find_model(name)
+    if place.is_file():
+        return _load_gguf(place, name if name in EMBEDDED else place.stem, dtype, mesh)
+    return _load_directory(place, name if _HUB_ID.fullmatch(name) else place.resolve().name, dtype, mesh)
+
+
+def load_drafter(
+    path: str | os.PathLike[str], target: Target, *, dtype: Any = "auto", mesh: Mesh | None = None
+) -> Drafter:
+    """Loads a drafter for ``target``; nothing is fetched from the network.
+
+    Args:
+        path: ``"smollm2-135m-instruct-dspark"`` (shipped with the package), a directory in DeepSpec's or
+            speculators' layout, or a Hugging Face hub id that is already in the local cache.
+        target: the model it drafts for; embedding and head are shared where the checkpoint's copies equal its
+            own or are absent.
+        dtype: as in ``load_target``; ``"auto"``: the target's.
+        mesh: as in ``load_target``.
+
+    Returns:
+        A Drafter; ``calibration``: the tables of a ``calibration.json`` beside the weights, else None.
+
+    Raises:
+        FileNotFoundError: nothing of that name.
+        ValueError: an unsupported or corrupt checkpoint, a drafter of another target, a calibration of
+            another block size; the message names the file.
+    """
+    dtype = target.dtype if isinstance(dtype, str) and dtype == "auto" else resolve_dtype(dtype)
+    name = os.fspath(path)
+    place = find_drafter(name)
+    put = sharding.putter(mesh)
+    pieces = read_drafter(place, drafter_specs, target=target_view(target), dtype=np.dtype(dtype), put=put)
+    config, d2t, file = pieces.config, pieces.d2t, place / CALIBRATION_FILE
+    tables = load_tables(file, positions=config.block_size) if file.is_file() else None
+    return Drafter.build(
+        pieces.params,
+        config,
+        embed=pieces.embed,
+        head=pieces.head,
+        d2t=None if d2t is None else put(d2t, ParamSpec(d2t.shape, (None,), "d2t", integer=True)),
+        calibration=tables,
+        name=name if name in SHIPPED_DRAFTERS or _HUB_ID.fullmatch(name) else place.resolve().name,
+        vocab_limit=target.vocab_limit,
+    )
+
+
+def target_view(target: Target) -> TargetView:
+    """What reading a drafter's checkpoint needs of its target."""
+    embed, tokenizer = target.params["embed_tokens"], target.tokenizer
+    head = embed if target.config.tie_embeddings else target.params["lm_head"]
+    return TargetView(target.config, embed, head, None if tokenizer is None else len(tokenizer))
+
+
+def find_drafter(name: str) -> Path:
+    """The directory that a drafter's name stands for: shipped, on disk, or in the hub's local cache."""
+    if name in SHIPPED_DRAFTERS:
+        place = Path(__file__).parent / "assets" / name
+        if not (place / "config.json").is_file():
+            raise FileNotFoundError(f"{name}: not in this installation ({place} has no config.json)")
+        return place
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ValueError(f"{path}: expected the directory that holds a drafter's config.json and weights")
+    if not path.is_dir() and not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"{name}: no such directory, no hub id (owner/name) and no drafter shipped with the package "
+            f"({', '.join(SHIPPED_DRAFTERS)})"
+        )
+    return find_model(name)
+
+
+def resolve_dtype(dtype: Any) -> jnp.dtype:
+    """The JAX dtype of a ``dtype`` argument; ``"auto"``: float32 on CPU (no fast bfloat16), else bfloat16.
+
+    Raises ValueError for other dtypes, and for float64 without ``jax_enable_x64``.
+    """
+    if isinstance(dtype, str) and dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    require_dtype(found)
+    return found
+
+
+def find_model(name: str) -> Path:
+    """The GGUF file or directory that a name stands for: embedded, on disk, or in the hub's local cache."""
+    if name in EMBEDDED:
+        return find_embedded(name)
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ValueError(f"{path}: expected a .gguf file or the directory that holds config.json")
+    if not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"{name}: no such file or directory, no hub id (owner/name) and no embedded target "
+            f"({', '.join(EMBEDDED)})"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise FileNotFoundError(
+            f"{name}: no such directory, and not in the local Hugging Face cache; nothing is downloaded "
+            f"here, fetch it first with: hf download {name}"
+        ) from None
+
+
+def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
+    source = GGUFSource(path)
+    config = decoder_config_from_gguf(source)
+    try:
+        tokenizer = tokenizer_from_gguf(source)
+    except ValueError as error:
+        # Token ids can still be used; a wrong tokenizer would be worse than none.
+        logger.warning("%s; the target has no tokenizer", error)
+        tokenizer = None
+    return _build(source, config, tokenizer, name, dtype, mesh)
+
+
+def _load_directory(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
+    raw = read_json(path / "config.json")
+    if "target_layer_ids" in raw:
+        raise ValueError(f"{path}: this is a drafter (its config has target_layer_ids): use load_drafter")
+    generation = path / "generation_config.json"
+    config = decoder_config_from_hf(
+        raw,
+        source=str(path / "config.json"),
+        generation_config=read_json(generation) if generation.is_file() else None,
+    )
+    source = text_model_source(SafetensorsSource(path))
+    if not config.tie_embeddings and "lm_head.weight" not in source.names():
+        raise ValueError(
+            f"{path}: the checkpoint has no lm_head.weight, but config.json does not tie it to the embedding "
+            f"(tie_word_embeddings is {raw.get('tie_word_embeddings', 'absent')})"
+        )
+    return _build(source, config, tokenizer_from_directory(path), name, dtype, mesh)
+
+
+def _build(
+    source: TensorSource,
+    config: DecoderConfig,
+    tokenizer: Any,
+    name: str,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> Target:
+    # A tied model may carry its head a second time.
+    extra = ("lm_head.weight",) if config.tie_embeddings else ()
+    put = sharding.putter(mesh)
+    params = restore(decoder_specs(config), source, np.dtype(dtype), allow_extra=extra, put=put)
+    return Target.build(params, config, tokenizer=tokenizer, name=name)
+
+
+def text_model_source(source: TensorSource) -> TensorSource:
+    """The decoder's tensors under ``model.`` and ``lm_head.``, wherever a checkpoint keeps them.
+
+    Multimodal containers prefix the text part with ``model.language_model.`` or ``language_model.model.`` and
+    hold further towers, which are left out; a bare decoder has no prefix at all.
+    """
+    names = source.names()
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in names), "model.")
+    if prefix == "model.":
+        return source
+    heads = ("lm_head.", "language_model.lm_head.")
+
+    def rename(name: str) -> str | None:
+        for head in heads:
+            if name.startswith(head):
+                return "lm_head." + name.removeprefix(head)
+        return "model." + name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    return RenamedSource(source, rename)
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object from a file; errors name the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
