@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets up an environment (the first time only) and runs pytest. Arguments go to pytest: `scripts/test.sh -m slow`.
+# scripts/setup_env.sh lists the environment variables (PYTHON, DSPARK_VENV, ...).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/scripts/setup_env.sh" test,serve
+cd "$root"
+exec "${DSPARK_VENV:-$root/.venv}/bin/python" -m pytest "$@"
