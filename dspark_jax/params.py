@@ -93,3 +93,8 @@ def init(tree: PyTree, key: Array, dtype: Any = jnp.float32) -> PyTree:
 def stack_layers(layers: list[PyTree]) -> PyTree:
     """Per-layer trees of equal shapes stacked on a new leading axis, the form that ``lax.scan`` walks."""
     return jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+
+
+def on_one_device(params: PyTree) -> bool:
+    """No parameter is spread over several devices."""
+    return all(len(getattr(a, "devices", set)()) <= 1 for a in jax.tree.leaves(params) if isinstance(a, jax.Array))

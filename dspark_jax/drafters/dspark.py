@@ -15,7 +15,8 @@ from dspark_jax.heads.confidence import confidence_logits, confidence_specs
 from dspark_jax.heads.markov import initial_state, markov_bias, markov_hidden, markov_specs
 from dspark_jax.kv_cache import init_cache
 from dspark_jax.layout import Layout
-from dspark_jax.params import init
+from dspark_jax.nn.block import fuse_projections
+from dspark_jax.params import init, on_one_device
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.types import Array, PyTree
 
@@ -53,13 +54,19 @@ class Drafter:
         calibration: Any = None,
         name: str = "",
         vocab_limit: int | None = None,
+        fuse: bool | None = None,
     ) -> Drafter:
         """Wraps a parameter tree of ``drafter_specs(config)``.
 
         Args:
             embed: ``[V, d]``. head: ``[Vd, d]``, rows in draft ids. d2t: ``[Vd]`` int32 target ids, or None.
             vocab_limit: target ids at or beyond it are never drafted; None: the vocabulary size.
+            fuse: q, k, v and gate, up as one matrix each, for decoding; None: on one CPU device.
         """
+        if fuse is None:
+            fuse = jax.default_backend() == "cpu" and on_one_device(params)
+        if fuse:
+            params = {**params, "layers": [fuse_projections(layer) for layer in params["layers"]]}
         if head.shape[0] != config.draft_vocab_size:
             raise ValueError(f"head has {head.shape[0]} rows for a draft vocabulary of {config.draft_vocab_size}")
         if (d2t is None) != (not config.trimmed):

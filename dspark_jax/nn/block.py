@@ -83,6 +83,8 @@ def fuse_projections(layer: PyTree) -> PyTree:
     Fewer and larger products; and on CPU the form of ``nn/linear.py`` for few tokens needs it, because XLA would
     share (and write out) the broadcast of an input that several products read.
     """
+    if "qkv_proj" in layer["attn"]:
+        return layer
     attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
     parts = ("q", "k", "v") if "v_proj" in attn else ("q", "k")
     attn["qkv_proj"] = jnp.concatenate([attn.pop(f"{p}_proj") for p in parts])

@@ -13,7 +13,7 @@ from dspark_jax.config import DecoderConfig
 from dspark_jax.kv_cache import KVCache, init_cache
 from dspark_jax.layout import Layout
 from dspark_jax.nn.block import fuse_projections
-from dspark_jax.params import abstract, init, stack_layers
+from dspark_jax.params import abstract, init, on_one_device, stack_layers
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.targets.decoder import decoder_specs, embed, forward, unembed
 from dspark_jax.types import Array, Opaque, PyTree
@@ -53,7 +53,7 @@ class Target:
             fuse: q, k, v and gate, up as one matrix each (see ``nn.block.fuse_projections``); None: on one CPU.
         """
         if fuse is None:
-            fuse = jax.default_backend() == "cpu" and _on_one_device(params)
+            fuse = jax.default_backend() == "cpu" and on_one_device(params)
         if fuse:
             params = {**params, "layers": [fuse_projections(layer) for layer in params["layers"]]}
         if scan is None:
@@ -119,8 +119,3 @@ class Target:
         """Logits ``[..., V]``; ids beyond the tokenizer are -inf."""
         logits = unembed(self.params, self.config, hidden)
         return mask_beyond(logits, None, self.vocab_limit)
-
-
-def _on_one_device(params: PyTree) -> bool:
-    """No parameter is spread over several devices."""
-    return all(len(getattr(a, "devices", set)()) <= 1 for a in jax.tree.leaves(params) if isinstance(a, jax.Array))

@@ -1,0 +1,60 @@
+"""What every result file says of the run that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def commit() -> str | None:
+    """Commit of the working tree, with a + where it has changes; None outside a repository."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def processor() -> str:
+    """The processor's own name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, commit, command, and how busy the machine was at the start."""
+    return {
+        "command": "python " + " ".join(os.path.relpath(a, ROOT) if a.endswith(".py") else a for a in sys.argv),
+        "commit": commit(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "device": str(jax.devices()[0]),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def write(path: str | None, result: dict[str, Any]) -> None:
+    """Prints a result, and writes it where asked to."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text + "\n")

@@ -1,0 +1,1 @@
+"""Measuring: parity with the reference, acceptance, confidence."""
