@@ -1,0 +1,202 @@
+"""From the command line to a running engine: cache, model, drafter, engine, every shape compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.serve.args import DEFAULT_MAX_MODEL_LEN, ServeArgs, Speculation, UsageError
+from dspark_jax.serve.service import ServedModel
+
+Say = Callable[[str], None]
+
+
+class Progress:
+    """Start-up lines: seconds since the start, then what was done."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._start = clock()
+
+    def __call__(self, line: str) -> None:
+        self._write(f"[{self._clock() - self._start:5.1f} s] {line}")
+
+
+def enable_compilation_cache(directory: str | None, say: Say) -> None:
+    """Keeps compiled programs between starts. Call before anything is compiled.
+
+    The directory is ``directory`` ("" disables), else ``$DSPARK_CACHE_DIR/xla``, else jax's own
+    ``$JAX_COMPILATION_CACHE_DIR``, else ``dspark_jax/xla`` in the user's cache directory (XDG).
+    """
+    if directory == "":
+        say("compilation cache: off")
+        return
+    path = Path(directory) if directory is not None else _default_cache_dir(os.environ)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        if directory is not None:
+            raise UsageError(f"argument --compilation-cache-dir: cannot write to {path}: {error}") from None
+        say(f"compilation cache: off, cannot write to {path}: {error}")
+        return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    say(f"compilation cache: {path}")
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> Path:
+    own = environ.get("DSPARK_CACHE_DIR")
+    if own:
+        return Path(own) / "xla"
+    jaxs = environ.get("JAX_COMPILATION_CACHE_DIR")
+    if jaxs:
+        return Path(jaxs)
+    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dspark_jax" / "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A warm engine and what the service must know of it."""
+
+    engine: Any
+    model: ServedModel
+
+
+def load(args: ServeArgs, say: Say) -> Loaded:
+    """Loads, builds and compiles everything.
+
+    Raises:
+        UsageError: a flag that this machine, model or version cannot honour.
+        Exception: whatever the loaders find wrong with the files.
+    """
+    import jax
+
+    import dspark_jax
+    from dspark_jax import engine as engine_module
+
+    say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
+    mesh = _mesh(args.tensor_parallel_size)
+    target = dspark_jax.load_target(args.model, dtype=args.dtype, mesh=mesh)
+    say(f"loaded target {args.model}: {target.config.num_layers} layers, vocabulary {target.vocab_size}")
+    drafter, speculation = _load_drafter(args, target, mesh, say)
+    window = _window(args.max_model_len, target.max_positions)
+    config = _engine_config(args, speculation, window, engine_module.EngineConfig, say)
+    engine = engine_module.Engine(target, drafter, config)
+    for note in engine.notes:
+        say(note)
+    say(
+        f"engine: {args.max_num_seqs} slots of {window} tokens, mode {engine.mode}, "
+        f"verification {config.verification} by default"
+    )
+    engine.warmup(say)
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        say("no tokenizer: only /v1/completions with token ids is served")
+    return Loaded(
+        engine,
+        ServedModel(
+            name=args.name,
+            root=args.model,
+            tokenizer=tokenizer,
+            vocab_size=target.vocab_limit,
+            max_model_len=window,
+            eos_token_ids=_eos_ids(target),
+            make_request=engine_module.Request,
+            default_template_kwargs=args.default_chat_template_kwargs,
+        ),
+    )
+
+
+def _mesh(size: int) -> Any:
+    """A mesh of ``size`` devices for tensor parallelism, or None for one device."""
+    import jax
+
+    devices = jax.devices()
+    if size > len(devices):
+        raise UsageError(f"argument --tensor-parallel-size: {size} is more than the {len(devices)} devices there are")
+    if size == 1:
+        return None
+    return jax.make_mesh((size,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:size])
+
+
+def _load_drafter(args: ServeArgs, target: Any, mesh: Any, say: Say) -> tuple[Any, Speculation]:
+    """The drafter, or None with a line that says why not."""
+    import dspark_jax
+
+    speculation = args.speculation
+    if speculation.drafter is None:
+        say("no drafter: plain decoding")
+        return None, speculation
+    try:
+        drafter = dspark_jax.load_drafter(speculation.drafter, target, dtype=args.dtype, mesh=mesh)
+    except FileNotFoundError as error:
+        if not speculation.implied:
+            raise
+        say(f"WARNING the shipped drafter is missing, plain decoding instead: {error}")
+        return None, dataclasses.replace(speculation, drafter=None)
+    found = getattr(getattr(drafter, "config", None), "method", None)
+    if None not in (speculation.method, found) and speculation.method != found:
+        raise UsageError(
+            f"argument --speculative-config: method is {speculation.method!r}, but {speculation.drafter} is "
+            f"a {found!r} drafter"
+        )
+    say(f"loaded drafter {speculation.drafter}: {found or '?'}, {drafter.block_size} drafts a block")
+    return drafter, speculation
+
+
+def _window(asked: int | None, model_window: int) -> int:
+    if asked is None:
+        return min(DEFAULT_MAX_MODEL_LEN, model_window)
+    if asked > model_window:
+        raise UsageError(f"argument --max-model-len: {asked} is more than the model's window of {model_window} tokens")
+    return asked
+
+
+def _engine_config(args: ServeArgs, speculation: Speculation, window: int, config_type: type, say: Say) -> Any:
+    """EngineConfig. A flag that this version's engine does not have yet is said, never silently dropped."""
+    values: dict[str, Any] = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": window,
+        "mode": _mode(speculation),
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "verification": speculation.verification,
+        "seed": args.seed,
+    }
+    known = {field.name for field in dataclasses.fields(config_type)}
+    for name in ("enable_prefix_caching", "gpu_memory_utilization", "attention_backend"):
+        value = getattr(args, name)
+        if value in (None, "auto"):
+            continue
+        if name in known:
+            values[name] = value
+        elif name == "attention_backend" and value != "xla":  # naming a backend means that one or an error
+            raise UsageError(f"argument --attention-backend: {value} is not in this version")
+        elif name != "attention_backend":
+            say(f"WARNING --{name.replace('_', '-')} has no effect in this version")
+    return config_type(**values)
+
+
+def _mode(speculation: Speculation) -> str:
+    """What to ask of the engine; it says itself (``notes``) where it has to do something simpler."""
+    if speculation.drafter is None:
+        return "none"
+    return "lagged" if speculation.adaptive else "fixed"
+
+
+def _eos_ids(target: Any) -> tuple[int, ...]:
+    """Ids that end an answer: the model's own and its tokenizer's."""
+    ids = list(target.config.eos_token_ids)
+    own = getattr(target.tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
