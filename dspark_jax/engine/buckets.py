@@ -1,0 +1,221 @@
+"""The shapes programs are compiled for, and which of them a cycle takes.
+
+A program exists for a few sizes only: slots that take part, flat tokens of the verify forward, cells of the
+cache that are read, tokens of a piece of prompt. Their number is a budget (DESIGN section 2, idea 2). The
+choice below is a rule of thumb; a measured profile may replace it by naming the buckets in ``EngineConfig``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from dspark_jax.engine.config import EngineConfig
+
+CELL_MULTIPLE = 16
+"""Cache lengths are rounded up to it, so that rows of cells start aligned."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """One program. Fields that a kind does not have are 0."""
+
+    kind: str  # admit | move | prefill | draft | verify | plain
+    slots: int = 0
+    tokens: int = 0  # flat tokens of the target's forward
+    context: int = 0  # cache cells read
+
+    def __str__(self) -> str:
+        sizes = (f" {name}={size}" for name in ("slots", "tokens", "context") if (size := getattr(self, name)))
+        return self.kind + "".join(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One piece of a prompt."""
+
+    start: int  # its first position
+    count: int  # its tokens
+    size: int  # tokens of its program, padding included
+    context: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """All sizes, each ascending; the last slot and context buckets hold everything."""
+
+    slots: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prefill: tuple[int, ...]
+    tokens: Mapping[int, tuple[int, ...]]  # verify sizes of each slot bucket, the last one holds whole blocks
+    drafts: int  # drafts a block; 0 without a drafter
+    skips: bool  # cycles without drafts occur
+
+    @property
+    def cells(self) -> int:
+        """L: cache cells of a slot."""
+        return self.contexts[-1]
+
+    @property
+    def width(self) -> int:
+        """W: anchor and drafts of a whole block."""
+        return self.drafts + 1
+
+    def slot_bucket(self, slots: int) -> int:
+        return _at_least(self.slots, slots, "slots")
+
+    def context_bucket(self, cells: int) -> int:
+        return _at_least(self.contexts, cells, "cache cells")
+
+    def token_bucket(self, slots: int, tokens: int) -> int:
+        """Of slot bucket ``slots``."""
+        return _at_least(self.tokens[slots], tokens, "flat tokens")
+
+    def pieces(self, length: int) -> list[Piece]:
+        """How a prompt is run: whole pieces of the largest size, then the smallest that holds the rest."""
+        largest, pieces = self.prefill[-1], []
+        for start in range(0, length, largest):
+            count = min(length - start, largest)
+            size = _at_least(self.prefill, count, "prompt tokens")
+            pieces.append(Piece(start, count, size, self.context_bucket(start + size)))
+        return pieces
+
+    def keys(self, longest_prompt: int) -> list[Key]:
+        """Every program that can be needed, cheap ones first."""
+        found = [Key("admit")] + ([Key("move")] if len(self.slots) > 1 else [])
+        found += [Key("prefill", 0, size, context) for size, context in _prefill_shapes(self, longest_prompt)]
+        for slots in self.slots:
+            for context in self.contexts:
+                if self.drafts == 0 or self.skips:
+                    found.append(Key("plain", slots, slots, context))
+                if self.drafts:
+                    found.append(Key("draft", slots, 0, context))
+                    found += [Key("verify", slots, tokens, context) for tokens in self.tokens[slots]]
+        return found
+
+
+def _at_least(sizes: tuple[int, ...], wanted: int, what: str) -> int:
+    for size in sizes:
+        if size >= wanted:
+            return size
+    raise ValueError(f"{wanted} {what} exceed the largest bucket of {sizes[-1]}")
+
+
+def _prefill_shapes(buckets: Buckets, longest_prompt: int) -> list[tuple[int, int]]:
+    """(size, context) of every piece that some prompt has: a prompt of each length's last piece tells."""
+    largest = buckets.prefill[-1]
+    edges = {min(size, largest) for size in buckets.prefill}
+    lengths = {
+        start + edge for start in range(0, longest_prompt, largest) for edge in edges if start + 1 <= longest_prompt
+    }
+    shapes = set()
+    for length in lengths:
+        last = buckets.pieces(min(length, longest_prompt))[-1]
+        shapes.add((last.size, last.context))
+    return sorted(shapes)
+
+
+def plan_buckets(
+    config: EngineConfig, *, window: int, drafts: int, variable: bool, skips: bool, budget: int
+) -> Buckets:
+    """Chooses the buckets of an engine.
+
+    Args:
+        window: tokens of a request, prompt included.
+        drafts: drafts a block, 0 for plain decoding.
+        variable: cycles verify any number of drafts (adaptive modes), not all of them.
+        skips: cycles without drafts occur.
+        budget: programs allowed, where the configuration leaves a choice. The programs that one slot bucket
+            and one context need are made in any case.
+    """
+    prefill = config.prefill_buckets or _default_prefill(window)
+    cells = _cells(prefill, window, drafts + 1)
+    contexts = _contexts(config.context_buckets or ((512,) if window >= 1024 else ()), cells)
+    slots = _slots(config)
+
+    def build(slots: tuple[int, ...], contexts: tuple[int, ...], wanted: int) -> Buckets:
+        tokens = {s: _tokens(config, s, previous, drafts, variable, skips, wanted) for previous, s in _pairs(slots)}
+        return Buckets(slots, contexts, prefill, tokens, drafts, skips)
+
+    def size(buckets: Buckets) -> int:
+        return len(buckets.keys(window - 1))
+
+    least = 2 if variable else 1  # verify sizes a slot bucket needs, or an adaptive mode has nothing to choose
+    found = build(slots, contexts, least)
+    while size(found) > budget and config.slot_buckets is None and len(slots) > 2:
+        slots = _thinned(slots)
+        found = build(slots, contexts, least)
+    while size(found) > budget and config.context_buckets is None and len(contexts) > 1:
+        contexts = contexts[1:]
+        found = build(slots, contexts, least)
+    # What is left of the budget goes into finer verify sizes.
+    for wanted in range(least + 1, 9):
+        finer = build(slots, contexts, wanted)
+        if size(finer) > budget:
+            return _partly_finer(found, finer, budget, window)
+        found = finer
+    return found
+
+
+def _partly_finer(found: Buckets, finer: Buckets, budget: int, window: int) -> Buckets:
+    """The finer verify sizes for as many slot buckets as the budget allows, the largest first."""
+    for slots in reversed(found.slots):
+        trial = dataclasses.replace(found, tokens={**found.tokens, slots: finer.tokens[slots]})
+        if len(trial.keys(window - 1)) > budget:
+            break
+        found = trial
+    return found
+
+
+def _default_prefill(window: int) -> tuple[int, ...]:
+    sizes = tuple(size for size in (64, 256) if size < window)
+    return sizes or (max(window - 1, 1),)
+
+
+def _cells(prefill: tuple[int, ...], window: int, width: int) -> int:
+    """Cells that every write fits into: a block behind the last token, and the padding of a prompt's last piece
+    (a dynamic update that does not fit would clamp and overwrite valid cells)."""
+    whole, rest = divmod(window - 1, prefill[-1])
+    end = whole * prefill[-1] + (_at_least(prefill, rest, "prompt tokens") if rest else 0)
+    cells = max(window + width, end)
+    return -(-cells // CELL_MULTIPLE) * CELL_MULTIPLE
+
+
+def _contexts(wanted: tuple[int, ...], cells: int) -> tuple[int, ...]:
+    return (*(c for c in wanted if c < cells), cells)
+
+
+def _slots(config: EngineConfig) -> tuple[int, ...]:
+    most = config.max_num_seqs
+    sizes = config.slot_buckets or tuple(1 << i for i in range(most.bit_length()))
+    return (*(s for s in sizes if s < most), most)
+
+
+def _pairs(slots: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip((0, *slots[:-1]), slots, strict=True))
+
+
+def _thinned(slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the inner bucket whose neighbours are closest, the first among equals."""
+    inner = range(1, len(slots) - 1)
+    leave = min(inner, key=lambda i: (slots[i + 1] / slots[i - 1], i))
+    return slots[:leave] + slots[leave + 1 :]
+
+
+def _tokens(
+    config: EngineConfig, slots: int, previous: int, drafts: int, variable: bool, skips: bool, wanted: int
+) -> tuple[int, ...]:
+    """Verify sizes of a slot bucket that serves more than ``previous`` requests: ``wanted`` of them at most."""
+    if drafts == 0:
+        return ()
+    whole = slots * (drafts + 1)
+    if config.token_buckets is not None:
+        return (*(t for t in config.token_buckets if slots <= t < whole), whole)
+    if variable:
+        low = slots + 1 if skips else slots
+        # Spread evenly on a logarithmic scale: the price of a step grows with the ratio.
+        sizes = [round(low * (whole / low) ** (i / wanted)) for i in range(1, wanted + 1)]
+        return tuple(sorted({*sizes, whole}))
+    # At fixed length a forward holds whole blocks of previous + 1 .. slots requests.
+    span = slots - previous
+    return tuple(sorted({(previous + -(-span * i // wanted)) * (drafts + 1) for i in range(1, wanted + 1)}))

@@ -1,0 +1,93 @@
+"""What an engine is asked to be. Frozen: what really runs stands in ``Engine.mode`` and ``Engine.notes``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+MODES = ("fixed", "threshold", "early_stop", "lagged", "current", "none")
+"""How many drafts a cycle verifies: all of them (``fixed``); up to the first position below a confidence
+threshold; Algorithm 1 of the paper; a capacity from scores two cycles old; a capacity from the cycle's own
+scores;
+or no drafts at all."""
+
+RULES = ("rejection", "coupled")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Size and behaviour of an engine.
+
+    Attributes:
+        max_num_seqs: S, requests decoded at once; further ones wait.
+        max_model_len: tokens of a request, prompt included. A target with a smaller window sets the limit.
+        mode: one of ``MODES``. One that cannot run (no drafter, no confidence head, no step times) falls back
+            to a simpler one, and ``Engine.notes`` says so.
+        num_speculative_tokens: drafts a block; None: the drafter's own block.
+        verification: rule of requests that name none and bring no seed.
+        confidence_threshold: of mode ``threshold``, compared with the raw sigmoid of the confidence logit.
+        calibration: a Calibration or CalibrationTables; None: the drafter's own if it has one.
+        step_time: a StepTimeTable, taken as given.
+        overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
+        prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
+        slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
+            which programs are compiled. The largest slot and context buckets are always among them. What is
+            given here is not held to ``max_programs``.
+        max_programs: budget of compiled programs; None: 24 on CPU, 64 elsewhere.
+        max_stop_token_ids: stop tokens a request may name.
+        seed: draws the seeds of requests that bring none; None: from the operating system.
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    mode: str = "lagged"
+    num_speculative_tokens: int | None = None
+    verification: str = "rejection"
+    confidence_threshold: float = 0.0
+    calibration: Any = None
+    step_time: Any = None
+    overlap: bool = True
+    prefill_buckets: tuple[int, ...] | None = None
+    slot_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    context_buckets: tuple[int, ...] | None = None
+    max_programs: int | None = None
+    max_stop_token_ids: int = 16
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "max_stop_token_ids"):
+            _require_count(name, getattr(self, name))
+        for name in ("num_speculative_tokens", "max_programs"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        if self.max_model_len < 2:
+            raise ValueError("max_model_len must be at least 2 (a prompt token and a new one), found 1")
+        _require_choice("mode", self.mode, MODES)
+        _require_choice("verification", self.verification, RULES)
+        if not 0.0 <= float(self.confidence_threshold) <= 1.0:
+            raise ValueError(f"confidence_threshold must lie in [0, 1], found {self.confidence_threshold}")
+        for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
+            values = getattr(self, name)
+            if values is not None:
+                _require_buckets(name, values)
+                object.__setattr__(self, name, tuple(int(v) for v in values))
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
+
+
+def _require_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}")
+
+
+def _require_buckets(name: str, values: Any) -> None:
+    if not values:
+        raise ValueError(f"{name} is empty; None lets the engine choose")
+    for value in values:
+        _require_count(name, value)
+    if list(values) != sorted(set(values)):
+        raise ValueError(f"{name} must increase, found {tuple(values)}")

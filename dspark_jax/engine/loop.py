@@ -1,0 +1,367 @@
+"""The engine: continuous batching over slots, one decoding cycle a step.
+
+A step is five statements: admit, choose capacity, draft, verify, settle. With ``overlap`` the device runs a
+cycle while the host settles the one before it, so the host's view is one cycle old; the device's own flags
+decide who still works. One thread uses an engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from dspark_jax.cycle import Static, TargetModel
+from dspark_jax.drafters.base import DrafterModel
+from dspark_jax.engine import steps
+from dspark_jax.engine.buckets import Key, plan_buckets
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.counters import Counters
+from dspark_jax.engine.flight import Flight, Plan
+from dspark_jax.engine.policy import Temperatures, choose_policy
+from dspark_jax.engine.programs import Programs
+from dspark_jax.engine.request import Event, Request, Result, check
+from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+
+
+class Engine:
+    """Decodes many requests at once.
+
+    Args:
+        target: a loaded target. drafter: a loaded drafter, or None for plain decoding.
+        static: noise and logit rule, replaced in tests.
+
+    Attributes:
+        mode: what really runs. notes: a line for everything that is not as asked; show them at start-up.
+        window: tokens of a request, prompt included.
+        overlap: as configured; may be changed while there is no work.
+
+    An exception out of ``step`` (a lost device, too little memory) leaves the device's state undefined, since
+    it is donated to every program. From then on ``step`` raises RuntimeError until ``reset`` has made it
+    anew; requests at work are lost, programs stay compiled.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: DrafterModel | None = None,
+        config: EngineConfig | None = None,
+        *,
+        static: Static | None = None,
+    ) -> None:
+        self.config = config = EngineConfig() if config is None else config
+        self.overlap = config.overlap
+        self.mode, self._policy, self.notes = choose_policy(config, drafter)
+        self.window = min(config.max_model_len, target.max_positions)
+        if self.window < config.max_model_len:
+            self.notes.append(f"max_model_len {config.max_model_len} is cut to the target's window of {self.window}")
+        drafter = None if self.mode == "none" else drafter
+        self._vocab_size = getattr(target, "vocab_size", None)
+        own = getattr(drafter, "calibration", None)
+        self._temperatures = Temperatures(
+            own if config.calibration is None else config.calibration, self._policy.drafts
+        )
+        budget = config.max_programs or (24 if jax.default_backend() == "cpu" else 64)
+        self.buckets = plan_buckets(
+            config,
+            window=self.window,
+            drafts=self._policy.drafts,
+            variable=self._policy.variable,
+            skips=self._policy.skips,
+            budget=budget,
+        )
+        self._check_step_time()
+        self._programs = Programs(
+            target,
+            drafter,
+            self.buckets,
+            slots=config.max_num_seqs,
+            stop_ids=config.max_stop_token_ids,
+            rule=self._policy.rule,
+            max_positions=target.max_positions,
+            static=Static() if static is None else static,
+        )
+        self._fresh_seeds = np.random.default_rng(config.seed)
+        self._ids = 0
+        self._counters = Counters()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all requests and makes the device's state anew."""
+        self._state: Any = None  # frees the old one first
+        self._waiting: deque[Tenant] = deque()
+        self._slots = Slots(self.config.max_num_seqs)
+        self._cancelled: list[Tenant] = []
+        self._flights: deque[Flight] = deque()
+        self._events: dict[int, Event] = {}
+        self._cycle = 0
+        self._error: BaseException | None = None
+        self._state = self._programs.init_state()
+
+    # -- for callers -----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its id. Raises ValueError naming the field that is wrong."""
+        checked = check(
+            request,
+            window=self.window,
+            vocab_size=self._vocab_size,
+            verification=self.config.verification,
+            max_stops=self.config.max_stop_token_ids,
+        )
+        seed = int(self._fresh_seeds.integers(2**32)) if checked.seed is None else checked.seed
+        self._ids += 1
+        self._waiting.append(Tenant(self._ids, checked, seed))
+        self._counters.add("requests")
+        return self._ids
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request; its last event comes with the next step, which also frees its slot. Unknown ids and
+        requests that have ended are left alone."""
+        for tenant in [*self._waiting, *self._slots]:
+            if tenant.id == request_id and tenant.finish_reason is None:
+                if tenant.slot is None:
+                    self._waiting.remove(tenant)
+                else:
+                    self._cancelled.append(tenant)
+                self._end(tenant, "cancelled")
+
+    def has_work(self) -> bool:
+        """A step would do something or return an event."""
+        return bool(self._waiting or len(self._slots) or self._flights or self._events)
+
+    def step(self) -> list[Event]:
+        """Runs one cycle. Returns what has happened since the last step, one event a request.
+
+        Raises:
+            RuntimeError: an earlier step failed and ``reset`` was not called.
+        """
+        if self._error is not None:
+            raise RuntimeError("an earlier step failed; call reset() first") from self._error
+        try:
+            self._admit()
+            plan = self._choose()
+            draft = self._draft(plan)
+            self._verify(plan, draft)
+            self._settle(0 if plan is None else self._lag())
+        except BaseException as error:
+            self._error = error
+            raise
+        events, self._events = list(self._events.values()), {}
+        return events
+
+    def run(self) -> dict[int, Result]:
+        """Steps until nothing is left to do; the results of the requests that ended meanwhile."""
+        results: dict[int, Result] = {}
+        while self.has_work():
+            results |= {event.id: event.result for event in self.step() if event.result is not None}
+        return results
+
+    def warmup(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles every program and runs each once; a line each goes to ``progress``. A program compiled after
+        this is counted (``late_compiles``) and logged.
+
+        Raises:
+            RuntimeError: requests are at work.
+        """
+        if self.has_work():
+            raise RuntimeError("warmup() needs an idle engine")
+        keys = self.buckets.keys(self.window - 1)
+        self._state = self._programs.compile_all(keys, self._state, progress or (lambda line: None))
+        self._programs.warm = True
+
+    def counters(self) -> dict[str, Any]:
+        """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program, and
+        what is there now: ``running``, ``waiting``, ``slots``."""
+        return {
+            **self._counters.snapshot(),
+            "late_compiles": self._programs.late_compiles,
+            "running": len(self._slots),
+            "waiting": len(self._waiting),
+            "slots": self.config.max_num_seqs,
+        }
+
+    # -- the five statements of a step -----------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Frees the slots of cancelled requests, gives free ones to waiting requests in their order, and runs one
+        piece of one prompt: decoding goes on between the pieces."""
+        for tenant in self._cancelled:
+            self._release(tenant)
+        self._cancelled = []
+        newcomer = next((t for t in self._slots if not t.decoding), None)
+        if newcomer is None and self._waiting and self._slots.take(self._waiting[0]) is not None:
+            newcomer = self._waiting.popleft()
+            self._welcome(newcomer)
+        if newcomer is not None:
+            self._prefill(newcomer)
+        if self._waiting:
+            return  # they will fill the holes
+        while (move := self._slots.compaction(self.buckets.slot_bucket)) is not None:
+            self._state = self._programs.move(self._state, *move)
+            self._counters.add("moves")
+
+    def _choose(self) -> Plan | None:
+        """What the next cycle runs; None where nobody decodes."""
+        working = [t for t in self._slots if t.may_emit]
+        if not working:
+            return None
+        slots = self.buckets.slot_bucket(1 + max(t.slot or 0 for t in working))
+        rows = tuple(t if t is not None and t.may_emit else None for t in self._slots.rows(slots))
+        width = self.buckets.width
+        context = self.buckets.context_bucket(max(t.length_bound(width) for t in working) + width)
+        table = self.config.step_time
+        if table is not None:
+            table = table.at(context, slots)
+        drafts = self._policy.capacity(self._cycle, working, table)
+        return Plan(self._cycle, rows, drafts, slots, context, table)
+
+    def _draft(self, plan: Plan | None) -> steps.Draft | None:
+        """A block for every row of the slot bucket; None where the cycle has no drafts."""
+        if plan is None:
+            return None
+        if plan.drafts == 0:
+            self._counters.add("skipped_drafts", len(plan.working) if self.buckets.drafts else 0)
+            return None
+        self._counters.add("drafted", len(plan.working) * self.buckets.drafts)
+        temperature = np.ones((plan.slots, self.buckets.drafts), np.float32)
+        for row, tenant in enumerate(plan.rows):
+            if tenant is not None:
+                temperature[row] = tenant.confidence_temperature
+        key = Key("draft", plan.slots, 0, plan.context)
+        threshold = self.config.confidence_threshold
+        return self._programs.draft(self._state, key, plan.drafts, threshold, temperature)
+
+    def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:
+        """Dispatches the target's forward over everybody's anchor and admitted drafts."""
+        if plan is None:
+            return
+        useful, survival = len(plan.working), None
+        if draft is None:
+            key = Key("plain", plan.slots, plan.slots, plan.context)
+            self._state, packed = self._programs.plain(self._state, key)
+        else:
+            admitted: Any = draft.admitted
+            total = plan.drafts
+            if self._policy.reads_back:
+                admitted, total = self._read_back(plan, draft)
+            useful, survival = useful + total, draft.survival
+            key = Key("verify", plan.slots, self.buckets.token_bucket(plan.slots, useful), plan.context)
+            self._state, packed = self._programs.verify(self._state, key, draft.proposal, admitted)
+        for tenant in plan.working:
+            tenant.promised += 1
+        self._dispatched(Flight(plan.rows, packed, plan.cycle, survival))
+        self._cycle += 1
+        self._counters.cycle(key, useful)
+
+    def _settle(self, keep: int) -> None:
+        """Reads what has been dispatched, but for the last ``keep`` cycles: emits, ends requests, frees slots."""
+        flying = sum(flight.cycle is not None for flight in self._flights)
+        while self._flights and (self._flights[0].cycle is None or flying > keep):
+            flight = self._flights.popleft()
+            flying -= flight.cycle is not None
+            out = steps.unpack(flight.packed)
+            self._observe(flight, out)
+            for row, tenant in enumerate(flight.rows):
+                if tenant is not None:
+                    tenant.promised -= 1
+                    if tenant.finish_reason is None:  # else it ended while this cycle ran
+                        self._commit(tenant, flight, out, row)
+
+    # -- their parts -----------------------------------------------------------------------------------------
+
+    def _welcome(self, tenant: Tenant) -> None:
+        """Sets up the slot of a request that has just got one."""
+        request = tenant.request
+        if self._policy.competes and not request.coupled:
+            tenant.seed = claim_seed(
+                tenant.seed, {t.seed for t in self._slots if t is not tenant and not t.request.coupled}
+            )
+        tenant.confidence_temperature = self._temperatures.of(request)
+        self._state = self._programs.admit(self._state, tenant.slot, self._programs.values(tenant))
+
+    def _prefill(self, tenant: Tenant) -> None:
+        """Dispatches the next piece of a prompt."""
+        prompt = tenant.request.prompt
+        piece = next(p for p in self.buckets.pieces(len(prompt)) if p.start == tenant.prefilled)
+        end = piece.start + piece.count
+        last = end == len(prompt)
+        self._state, packed = self._programs.prefill(self._state, tenant.slot, piece, prompt, last)
+        tenant.prefilled = end
+        self._counters.prefill(piece)
+        if last:
+            tenant.decoding, tenant.promised = True, 1
+            self._dispatched(Flight((tenant,), packed))
+
+    def _lag(self) -> int:
+        """Cycles that stay unread behind the one just dispatched. The lagged scheduler keeps its lag where nothing
+        overlaps, so that it decides alike."""
+        return int((self.overlap and not self._policy.reads_back) or self._policy.lagged)
+
+    def _dispatched(self, flight: Flight) -> None:
+        if not self.overlap:
+            jax.block_until_ready(flight.packed)
+        else:
+            flight.packed.copy_to_host_async()
+        self._flights.append(flight)
+
+    def _read_back(self, plan: Plan, draft: steps.Draft) -> tuple[np.ndarray, int]:
+        """Drafts to verify ``[R]`` by the policy's reading of the draft, and their number."""
+        rows = [row for row, tenant in enumerate(plan.rows) if tenant is not None]
+        admitted = np.zeros(plan.slots, np.int32)
+        admitted[rows] = self._policy.lengths(
+            np.asarray(draft.admitted)[rows], np.asarray(draft.survival)[rows], plan.table
+        )
+        return admitted, int(admitted.sum())
+
+    def _observe(self, flight: Flight, out: steps.Emitted) -> None:
+        """Hands the survivals of a settled cycle to the policy, but for requests that were no longer at work."""
+        if flight.cycle is not None and flight.survival is not None and self._policy.lagged:
+            survival = np.asarray(flight.survival)
+            rows = [(t, survival[row]) for row, t in enumerate(flight.rows) if t is not None and out.count[row]]
+            self._policy.observe(flight.cycle, rows)
+
+    def _commit(self, tenant: Tenant, flight: Flight, out: steps.Emitted, row: int) -> None:
+        """Adds a cycle's outcome (or a prefill's first token) to a request."""
+        count = int(out.count[row])
+        if count == 0:
+            raise RuntimeError(f"request {tenant.id} is at work, but its cycle emitted nothing")
+        event = self._events.setdefault(tenant.id, Event(tenant.id))
+        new = out.tokens[row, :count].tolist()
+        tenant.tokens += new
+        event.tokens += new
+        self._counters.add("tokens", count)
+        if flight.cycle is not None:
+            offered = int(out.offered[row])
+            for record in (tenant, event):
+                record.committed.append(count)
+                record.offered.append(offered)
+            self._counters.commit(out, row)
+        if out.finished[row]:
+            self._end(tenant, "stop" if out.stopped[row] else "length")
+            self._release(tenant)
+
+    def _end(self, tenant: Tenant, reason: str) -> None:
+        tenant.finish_reason = reason
+        event = self._events.setdefault(tenant.id, Event(tenant.id))
+        event.finished, event.finish_reason, event.result = True, reason, tenant.result()
+        self._counters.add("cancelled" if reason == "cancelled" else "finished")
+
+    def _release(self, tenant: Tenant) -> None:
+        """Frees the slot, on the device too: an idle row costs its neighbours nothing."""
+        slot = self._slots.release(tenant)
+        self._state = self._programs.admit(self._state, slot, self._programs.idle())
+
+    def _check_step_time(self) -> None:
+        """A table that does not reach the largest batch would fail in the middle of traffic."""
+        table = self.config.step_time
+        if table is None or not (self._policy.lagged or self.mode == "early_stop"):
+            return
+        for slots in self.buckets.slots:
+            for context in self.buckets.contexts:
+                last = table.at(context, slots).last
+                if last < slots:
+                    raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")

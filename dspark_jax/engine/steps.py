@@ -1,0 +1,190 @@
+"""What the engine's programs compute: the halves of ``cycle.py``, the upkeep of slots, and the one small array in
+which a cycle's outcome leaves the device. Pure functions; ``programs.py`` compiles them.
+
+R rows are the lowest slots of a slot bucket; W is the block width of the program, 1 without drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import cycle
+from dspark_jax.cycle import DecodeState, Static, TargetModel
+from dspark_jax.drafters.base import DrafterModel, Proposal
+from dspark_jax.kv_cache import KVCache
+from dspark_jax.schedule.prefix import admit_threshold, admit_top_k_device, survival_device
+from dspark_jax.types import Array, PyTree
+from dspark_jax.verify import Commit
+
+MOVE_CHUNK = 256
+"""Cache cells that a move copies at once; it stops behind the last valid one."""
+
+
+class Draft(NamedTuple):
+    """What the draft program returns for R rows."""
+
+    proposal: Proposal
+    admitted: Array  # [R] int32 drafts to verify
+    survival: Array  # [R, G] float32: 0 where no draft may be admitted, rows non-increasing
+
+
+class Emitted(NamedTuple):
+    """A Commit on the host."""
+
+    tokens: np.ndarray  # [R, W]
+    count: np.ndarray  # [R]
+    accepted: np.ndarray  # [R]
+    offered: np.ndarray  # [R]
+    finished: np.ndarray  # [R] bool
+    stopped: np.ndarray  # [R] bool
+
+
+def pack(commit: Commit) -> Array:
+    """``[R, W + 5]`` int32."""
+    columns = (commit.count, commit.accepted, commit.offered, commit.finished, commit.stopped)
+    return jnp.concatenate([commit.tokens, jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)], axis=1)
+
+
+def unpack(packed: Array) -> Emitted:
+    """Waits for the device."""
+    host = np.asarray(packed)
+    count, accepted, offered, finished, stopped = host[:, -5:].T
+    return Emitted(host[:, :-5], count, accepted, offered, finished != 0, stopped != 0)
+
+
+def prefill(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    tokens: Array,
+    count: Array,
+    last: Array,
+    slot: Array,
+    *,
+    context: int,
+    static: Static,
+) -> tuple[DecodeState, Array]:
+    """A piece of the prompt of one slot: tokens ``[1, P]``, count and last ``[1]``, slot []."""
+    state, commit = cycle.prefill(
+        target, drafter, state, tokens, count, last, first_slot=slot, context=context, static=static
+    )
+    return state, pack(commit)
+
+
+def draft(
+    drafter: DrafterModel,
+    state: DecodeState,
+    total: Array,
+    threshold: Array,
+    temperature: Array,
+    *,
+    rows: int,
+    drafts: int,
+    context: int,
+    max_positions: int,
+    rule: str,
+    static: Static,
+) -> Draft:
+    """A block for each row, and how much of it to verify.
+
+    Args:
+        total: [] int32, drafts to admit over all rows (rule ``top_k``).
+        threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
+        temperature: ``[R, G]`` of each request's calibration, 1 for raw confidences; for the survivals.
+        max_positions: the target's window, the only reason to shorten a block.
+        rule: ``all`` | ``threshold`` | ``top_k``. Each looks at confidences and at no token.
+    """
+    proposal = cycle.draft(drafter, state, num_drafts=drafts, rows=rows, context=context, static=static)
+    room = jnp.where(state.active[:rows], cycle.window_limit(state, max_positions, rows), 0)
+    conditional = jnp.ones((rows, drafts), jnp.float32)
+    if proposal.confidence_logits is not None:
+        logits = proposal.confidence_logits
+        conditional = jax.nn.sigmoid(logits / temperature.astype(logits.dtype)).astype(jnp.float32)
+    survival = survival_device(conditional)
+    survival = jnp.where(jnp.arange(drafts)[None, :] < room[:, None], survival, 0.0)
+    if rule == "top_k":
+        admitted = admit_top_k_device(survival, total)
+    elif rule == "threshold":
+        admitted = admit_threshold(jax.nn.sigmoid(proposal.confidence_logits), threshold)
+    else:
+        admitted = jnp.full(rows, drafts, jnp.int32)
+    return Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
+
+
+def verify(
+    target: TargetModel,
+    drafter: DrafterModel,
+    state: DecodeState,
+    proposal: Proposal,
+    admitted: Array,
+    *,
+    rows: int,
+    tokens: int,
+    context: int,
+    static: Static,
+) -> tuple[DecodeState, Array]:
+    """The admitted drafts of each row, in a forward of ``tokens`` flat tokens."""
+    state, commit = cycle.step(
+        target, drafter, state, proposal, admitted, rows=rows, tokens=tokens, context=context, static=static
+    )
+    return state, pack(commit)
+
+
+def plain(
+    target: TargetModel, drafter: DrafterModel | None, state: DecodeState, *, rows: int, context: int, static: Static
+) -> tuple[DecodeState, Array]:
+    """One token for every active row. A drafter still absorbs, so that it can draft again later."""
+    state, commit = cycle.step(target, drafter, state, None, None, rows=rows, context=context, static=static)
+    return state, pack(commit)
+
+
+def admit(state: DecodeState, slot: Array, values: DecodeState) -> DecodeState:
+    """Sets the small arrays of one slot. The cache is left as it is: its cells are past the new length."""
+    small = state.replace(target=None, draft=None)
+    small = jax.tree.map(lambda whole, value: whole.at[slot].set(value), small, values)
+    return small.replace(target=state.target, draft=state.draft)
+
+
+def move(state: DecodeState, source: Array, to: Array, idle: DecodeState) -> DecodeState:
+    """Moves a tenant: its small arrays and the valid cells of its caches; ``source`` becomes idle."""
+    small = state.replace(target=None, draft=None)
+    small = jax.tree.map(lambda a, empty: a.at[to].set(a[source]).at[source].set(empty), small, idle)
+    length = state.length[source]
+
+    def copy(cache: PyTree) -> PyTree:
+        if isinstance(cache, KVCache):
+            return _copy_cells(cache, source, to, length)
+        return cache.at[to].set(cache[source])  # a scripted model's state: slots first
+
+    def walk(tree: PyTree) -> PyTree:
+        return jax.tree.map(copy, tree, is_leaf=lambda x: isinstance(x, KVCache))
+
+    return small.replace(target=walk(state.target), draft=walk(state.draft))
+
+
+def _copy_cells(cache: KVCache, source: Array, to: Array, length: Array) -> KVCache:
+    """Slot ``source``'s first ``length`` cells to slot ``to``, a chunk at a time: whole caches are never copied."""
+    chunk = min(MOVE_CHUNK, cache.length)
+    slot_axis = 1 if cache.stacked else 0
+
+    def body(i: Array, cells: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        start = jnp.minimum(i * chunk, cache.length - chunk)  # the last chunk may overlap the one before it
+
+        def one(a: Array) -> Array:
+            size = list(a.shape)
+            size[slot_axis], size[-2] = 1, chunk
+            at: list[Any] = [jnp.zeros((), jnp.int32)] * a.ndim
+            at[-2] = start
+            at[slot_axis] = source
+            block = jax.lax.dynamic_slice(a, at, size)
+            at[slot_axis] = to
+            return jax.lax.dynamic_update_slice(a, block, at)
+
+        return jax.tree.map(one, cells)
+
+    k, v = jax.lax.fori_loop(0, (length + chunk - 1) // chunk, body, (cache.k, cache.v))
+    return KVCache(k, v)

@@ -1,0 +1,101 @@
+"""Which programs exist: within the budget, and enough of them for every cycle and every prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dspark_jax.engine import EngineConfig
+from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
+
+
+def plan(*, drafts: int = 7, variable: bool = False, skips: bool = False, budget: int = 24, **config: Any) -> Buckets:
+    settings = EngineConfig(**config)
+    return plan_buckets(
+        settings, window=settings.max_model_len, drafts=drafts, variable=variable, skips=skips, budget=budget
+    )
+
+
+MODES = {
+    "fixed": {},
+    "threshold": {"variable": True},
+    "lagged": {"variable": True, "skips": True},
+    "none": {"drafts": 0},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slots", [1, 3, 8, 32, 256])
+def test_the_budget_holds_at_any_size(mode: str, slots: int) -> None:
+    """24 programs on CPU for the demo's 8 x 2048 tokens (DESIGN section 2), and for any other number of slots."""
+    buckets = plan(max_num_seqs=slots, **MODES[mode])
+    keys = buckets.keys(2047)
+    assert len(keys) == len(set(keys)) <= 24
+    assert buckets.slots[0] == 1 and buckets.slots[-1] == slots
+
+
+def test_the_demo_s_programs_at_fixed_length() -> None:
+    """One request alone has its own programs; short contexts have theirs; what is left went into token buckets."""
+    buckets = plan(drafts=5)
+    assert buckets.slots == (1, 2, 4, 8) and buckets.contexts == (512, 2064)
+    assert buckets.tokens == {1: (6,), 2: (12,), 4: (24,), 8: (36, 48)}
+    assert len(buckets.keys(2047)) == 24
+
+
+def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
+    buckets = plan(**MODES["lagged"])
+    assert all(len(sizes) >= 2 for sizes in buckets.tokens.values())
+    assert all(sizes[-1] == slots * 8 for slots, sizes in buckets.tokens.items())
+    assert {key.kind for key in buckets.keys(2047)} == {"admit", "move", "prefill", "draft", "verify", "plain"}
+
+
+@pytest.mark.parametrize("window", [2, 17, 64, 65, 100, 257, 1024, 2048])
+@pytest.mark.parametrize("prefill", [None, (8, 16), (5,)])
+def test_every_write_fits_into_the_cache_and_every_piece_has_a_program(
+    window: int, prefill: tuple[int, ...] | None
+) -> None:
+    """A dynamic update that does not fit clamps, and overwrites valid cells without a word."""
+    buckets = plan(max_model_len=window, prefill_buckets=prefill)
+    keys = set(buckets.keys(window - 1))
+    assert window - 1 + buckets.width <= buckets.cells
+    for length in range(1, window):
+        pieces = buckets.pieces(length)
+        assert [p.start for p in pieces] == [sum(q.count for q in pieces[:i]) for i in range(len(pieces))]
+        assert sum(p.count for p in pieces) == length
+        for piece in pieces:
+            assert piece.count <= piece.size and piece.start + piece.size <= piece.context <= buckets.cells
+            assert Key("prefill", 0, piece.size, piece.context) in keys
+    used = {(p.size, p.context) for length in range(1, window) for p in buckets.pieces(length)}
+    assert {(key.tokens, key.context) for key in keys if key.kind == "prefill"} == used  # and none for nothing
+
+
+@pytest.mark.parametrize("mode", ["fixed", "lagged"])
+def test_every_cycle_has_a_program_that_holds_it(mode: str) -> None:
+    buckets = plan(max_num_seqs=6, drafts=4, **MODES[mode])
+    keys = set(buckets.keys(2047))
+    for running in range(1, 7):
+        slots = buckets.slot_bucket(running)
+        for drafts in [4 * running] if mode == "fixed" else range(1, 4 * running + 1):
+            tokens = buckets.token_bucket(slots, running + drafts)
+            assert running + drafts <= tokens
+            assert all(Key("verify", slots, tokens, context) in keys for context in buckets.contexts)
+
+
+def test_named_buckets_are_taken_as_they_are() -> None:
+    buckets = plan(
+        slot_buckets=(2,), token_buckets=(4, 16, 40), context_buckets=(128, 9999), prefill_buckets=(32,), budget=1
+    )
+    assert buckets.slots == (2, 8) and buckets.prefill == (32,) and buckets.contexts[0] == 128
+    assert buckets.tokens == {2: (4, 16), 8: (16, 40, 64)}
+
+
+def test_what_is_too_large_is_an_error() -> None:
+    buckets = plan()
+    with pytest.raises(ValueError, match="9 slots exceed the largest bucket of 8"):
+        buckets.slot_bucket(9)
+
+
+def test_a_key_names_its_sizes() -> None:
+    assert str(Key("verify", 1, 6, 512)) == "verify slots=1 tokens=6 context=512"
+    assert str(Key("admit")) == "admit"

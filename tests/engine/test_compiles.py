@@ -1,0 +1,80 @@
+"""Every shape is compiled at start-up, one progress line each; nothing is compiled in the middle of traffic."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax.config import Sampling
+from dspark_jax.engine import Engine, Request
+from tests.engine.cases import VOCAB, WINDOW, fresh
+
+
+def test_nothing_is_compiled_after_the_warm_up(fixed: Engine, monkeypatch: Any) -> None:
+    """A random load with cancellations: neither the engine's own counter nor JAX sees a compilation."""
+    lines: list[str] = []
+    fixed.warmup(lines.append)
+    assert all(re.fullmatch(r"compiled \w+( \w+=\d+)* \(\d+/\d+\) \d+\.\d s", line) for line in lines)
+    compiled: list[str] = []
+
+    def listen(name: str, seconds: float, **details: Any) -> None:
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        _load(fixed)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == [] and fixed.counters()["late_compiles"] == 0
+
+
+def _load(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    ids: list[int] = []
+    for _ in range(40):
+        if rng.random() < 0.6:
+            prompt = rng.integers(0, VOCAB, rng.integers(1, WINDOW)).tolist()
+            sampling = Sampling(float(rng.choice([0.0, 1.0])), int(rng.integers(3)), float(rng.choice([0.8, 1.0])))
+            ids.append(engine.submit(Request(prompt, int(rng.integers(1, 30)), sampling)))
+        if ids and rng.random() < 0.2:
+            engine.cancel(int(rng.choice(ids)))
+        engine.step()
+    engine.run()
+    assert engine.counters()["running"] == engine.counters()["waiting"] == 0
+
+
+def test_a_warm_up_needs_an_idle_engine_and_leaves_it_idle(fixed: Engine) -> None:
+    engine = fresh(fixed)
+    engine.warmup()
+    assert not engine.has_work()
+    engine.submit(Request([1], 4))
+    with pytest.raises(RuntimeError, match="idle"):
+        engine.warmup()
+    engine.run()
+
+
+def test_a_late_compile_is_counted_and_logged(fixed: Engine, caplog: Any) -> None:
+    fixed.warmup()
+    programs = fixed._programs
+    lost = next(key for key in programs._table if key.kind == "verify")
+    program = programs._table.pop(lost)
+    fixed.submit(Request([1], 20, Sampling(0.0)))
+    fixed.run()
+    assert fixed.counters()["late_compiles"] == 1 and f"compiled {lost} after the warm-up" in caplog.text
+    programs._table[lost], programs.late_compiles, programs.warm = program, 0, False
+
+
+def test_caches_are_updated_in_place(fixed: Engine) -> None:
+    """The state is donated: a step neither copies the caches nor keeps an old one alive."""
+    fixed.submit(Request([1, 2, 3], 12, Sampling(0.0)))
+    fixed.step()
+    before = fixed._state.target
+    where = before.unsafe_buffer_pointer()
+    fixed.step()
+    assert before.is_deleted() and fixed._state.target.unsafe_buffer_pointer() == where
+    fixed.run()

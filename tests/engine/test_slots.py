@@ -1,0 +1,88 @@
+"""Who sits where, and which seeds requests hold."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.config import Sampling
+from dspark_jax.engine.request import Checked
+from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+from dspark_jax.noise import distinct_seeds
+
+
+def tenant(number: int, *, decoding: bool = True, limit: int = 10) -> Tenant:
+    return Tenant(number, Checked((1, 2, 3), limit, Sampling(), None, False, ()), number, decoding=decoding)
+
+
+def bucket(slots: int) -> int:
+    return next(size for size in (1, 2, 4, 8) if size >= slots)
+
+
+def filled(count: int) -> tuple[Slots, list[Tenant]]:
+    slots, tenants = Slots(8), [tenant(i) for i in range(count)]
+    assert [slots.take(t) for t in tenants] == list(range(count))
+    return slots, tenants
+
+
+def test_the_lowest_free_slot_is_given() -> None:
+    slots, tenants = filled(8)
+    assert slots.take(tenant(9)) is None
+    slots.release(tenants[5])
+    slots.release(tenants[2])
+    assert slots.take(tenant(10)) == 2 and slots.take(tenant(11)) == 5
+    with pytest.raises(RuntimeError, match="holds no slot"):
+        slots.release(tenants[2])
+
+
+def test_a_move_happens_only_where_it_makes_the_bucket_smaller() -> None:
+    slots, tenants = filled(4)
+    slots.release(tenants[1])
+    assert slots.compaction(bucket) is None  # 3 of 4: the same bucket with the hole
+    slots.release(tenants[0])
+    assert slots.compaction(bucket) == (3, 0) and tenants[3].slot == 0
+    assert slots.compaction(bucket) == (2, 1) and tenants[2].slot == 1
+    assert slots.compaction(bucket) is None
+    assert slots.rows(2) == (tenants[3], tenants[2]) and len(slots) == 2
+
+
+def test_those_who_do_not_decode_are_left_where_they_are() -> None:
+    """One in the middle of its prompt, one that is sure to be finished already."""
+    slots, tenants = filled(3)
+    tenants[0].decoding = False
+    tenants[1].promised = 10
+    assert slots.compaction(bucket) is None
+    slots.release(tenants[1])
+    assert slots.compaction(bucket) == (2, 1)
+
+
+def test_the_length_is_never_underestimated() -> None:
+    """Prompt 3, limit 10: the anchor of the last token is not cached, so at most 12 cells."""
+    t = tenant(0)
+    assert t.length_bound(5) == 3
+    t.promised = 1
+    assert t.length_bound(5) == 8
+    t.tokens, t.promised = [1] * 4, 1
+    assert t.length_bound(5) == 11
+    t.promised = 2
+    assert t.length_bound(5) == 12
+    assert t.may_emit
+    t.promised = 6
+    assert not t.may_emit
+
+
+def test_equal_seeds_are_told_apart_as_on_the_device() -> None:
+    """claim_seed gives what ``noise.distinct_seeds`` gives to the rows of a batch."""
+    seeds = np.array([5, 7, 5, 5, 2**32 - 1, 7, 2**32 - 1], np.uint32)
+    taken: list[int] = []
+    for seed in seeds:
+        taken.append(claim_seed(int(seed), set(taken)))
+    assert taken == np.asarray(distinct_seeds(jnp.asarray(seeds))).tolist()
+    assert len(set(taken)) == len(seeds)
+
+
+def test_a_free_seed_is_kept_and_the_smallest_number_is_used_again() -> None:
+    second = claim_seed(5, {5})
+    assert claim_seed(5, set()) == 5 and claim_seed(5, {second}) == 5
+    assert claim_seed(5, {5, second}) != second
