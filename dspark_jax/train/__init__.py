@@ -1,0 +1,1 @@
+"""Training of block drafters: loss, packed forward, step and loop."""
