@@ -124,9 +124,7 @@ class _Reader:
             raise ValueError("\n  ".join([f"{source}: this config cannot be used", *lines]))
 
 
-def decoder_config_from_hf(
-    config: Json, *, source: str, generation_config: Json | None = None
-) -> DecoderConfig:
+def decoder_config_from_hf(config: Json, *, source: str, generation_config: Json | None = None) -> DecoderConfig:
     """Reads a Hugging Face ``config.json`` of a dense Llama or Qwen3 decoder.
 
     Args:
@@ -217,9 +215,7 @@ def _layers(reader: _Reader, family: Family, size: Mapping[str, int]) -> tuple[L
     kv_heads = reader.integer("num_key_value_heads") or heads
     head_dim = reader.integer("head_dim") or max(size["hidden_size"] // heads, 1)
     if heads % kv_heads:
-        reader.problems.append(
-            f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}"
-        )
+        reader.problems.append(f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}")
     if head_dim % 2:
         reader.problems.append(f"head_dim must be even for rotary positions, found {head_dim}")
     rope = _rope(reader)
@@ -247,8 +243,7 @@ def _windows(reader: _Reader, family: Family, count: int) -> list[int]:
         # transformers drops the window when use_sliding_window is false and then fails in the mask.
         if use is False or not reader.integer("sliding_window"):
             reader.problems.append(
-                f"layer_types has sliding_attention, but use_sliding_window = {use} "
-                f"and sliding_window = {window}"
+                f"layer_types has sliding_attention, but use_sliding_window = {use} and sliding_window = {window}"
             )
     return [reader.raw("sliding_window", 0) if t == "sliding_attention" else 0 for t in types]
 
@@ -385,8 +380,6 @@ _ROPE_KEYS: Mapping[str, Sequence[tuple[str, str]]] = {
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind not in _ROPE_KEYS:
-        raise ValueError(
-            f"no Hugging Face spelling of rope kind {rope.kind!r}; known: {', '.join(_ROPE_KEYS)}"
-        )
+        raise ValueError(f"no Hugging Face spelling of rope kind {rope.kind!r}; known: {', '.join(_ROPE_KEYS)}")
     values = {key: getattr(rope, field) for key, field in _ROPE_KEYS[rope.kind]}
     return {"rope_type": rope.kind, "rope_theta": rope.theta, **_without_none(values)}
