@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels import noise
 from pallas_kernels.markov_sample.spec import Array, Block, Head
+from pallas_kernels.tiles import padded
 
 TILE = 128
 CHUNK = 64
@@ -42,13 +43,6 @@ def refuses(head: Head, block: Block) -> str | None:
     return None
 
 
-def _padded(x: Array, axis: int, multiple: int) -> Array:
-    short = -x.shape[axis] % multiple
-    if not short:
-        return x
-    return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)])
-
-
 def make_step(head: Head, block: Block, interpret: Any = None) -> Callable[..., tuple[Array, Array, Array]]:
     """``step(k, z [B, r], inverse [B], greedy [B]) -> (index, log_q, lse)``, each ``[B]``.
 
@@ -57,17 +51,17 @@ def make_step(head: Head, block: Block, interpret: Any = None) -> Callable[..., 
     """
     _, rows, vocab = block.base.shape
     assert head.w2 is not None  # refuses() is the check
-    w2 = _padded(head.w2, 0, TILE)
-    base = _padded(_padded(block.base, 2, TILE), 1, ROWS)
-    ids = _padded(jnp.arange(vocab, dtype=jnp.int32) if block.ids is None else block.ids, 0, TILE)
-    word0, word1 = _padded(block.word0, 1, ROWS), _padded(block.word1, 1, ROWS)
+    w2 = padded(head.w2, 0, TILE)
+    base = padded(padded(block.base, 2, TILE), 1, ROWS)
+    ids = padded(jnp.arange(vocab, dtype=jnp.int32) if block.ids is None else block.ids, 0, TILE)
+    word0, word1 = padded(block.word0, 1, ROWS), padded(block.word1, 1, ROWS)
     call = _call(w2.shape[1], base.shape, base.dtype, vocab, interpret)
 
     def step(k: Array, z: Array, inverse: Array, greedy: Array) -> tuple[Array, Array, Array]:
         noisy = jnp.where(greedy, 0.0, 1.0).astype(jnp.float32)
         best, column, chosen, top, total = call(
-            k[None].astype(jnp.int32), _padded(z.astype(jnp.bfloat16), 0, ROWS), w2, base, ids,
-            _padded(inverse, 0, ROWS), _padded(noisy, 0, ROWS), word0[k], word1[k],
+            k[None].astype(jnp.int32), padded(z.astype(jnp.bfloat16), 0, ROWS), w2, base, ids,
+            padded(inverse, 0, ROWS), padded(noisy, 0, ROWS), word0[k], word1[k],
         )  # fmt: skip
         winner = jnp.argmax(best, axis=0)[None]  # the earliest tile among equals
         index = jnp.take_along_axis(column, winner, axis=0)[0, :rows]
@@ -85,9 +79,9 @@ def _call(rank: int, shape: tuple[int, ...], dtype: Any, vocab: int, interpret: 
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    _, rows, padded = shape
-    tiles = padded // TILE
-    ragged = vocab != padded
+    _, rows, width = shape
+    tiles = width // TILE
+    ragged = vocab != width
     lanes = 128 // jnp.dtype(dtype).itemsize
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     base_swizzled = (plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128))
