@@ -142,6 +142,11 @@ class Generator:
         out = jax.block_until_ready(self._compiled[key](*inputs, seeds=seeds))
         seconds = time.perf_counter() - begin
         tokens = out.tokens[0, : int(out.lengths[0])].tolist()
+        if len(tokens) < request.limit and not (tokens and tokens[-1] in request.stop_ids):
+            raise ValueError(
+                f"{self.args.model}: NaN or infinite logits after {len(tokens)} tokens: damaged weights, or numbers "
+                f"too large for {self.target.dtype} on this prompt (try --dtype float32)"
+            )
         cycles = int((np.asarray(out.committed[0]) > 0).sum())
         tokenizer = self.target.tokenizer
         return {
