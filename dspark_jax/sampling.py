@@ -47,9 +47,9 @@ def sampling_rows(sampling: Sampling | Sequence[Sampling], rows: int) -> Samplin
 
 
 def sampling_row(sampling: Sampling) -> SamplingRows:
-    """The numpy scalars of one row. What float32 or int32 cannot hold becomes the nearest number with its meaning: a
-    top_p that rounds to 0 would keep no token at all, an infinite temperature would make NaN of masked logits."""
-    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+    """The numpy scalars of one row. What float32 or int32 cannot hold becomes a number of the same meaning: a top_p
+    that rounds to 0 would keep no token at all, a temperature whose reciprocal does would make NaN of masked logits."""
+    largest, smallest = 1e30, float(np.finfo(np.float32).tiny)
     fields: dict[str, Any] = {
         "temperature": np.float32(min(sampling.temperature, largest)),
         "top_k": np.int32(min(sampling.top_k, 2**31 - 1)),

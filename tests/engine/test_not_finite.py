@@ -1,4 +1,4 @@
-"""A model that computes NaN: the request that meets it ends with what it has, its mates and the next ones do not notice."""
+"""A model that computes NaN: the request that meets it ends with what it has; its mates and the next ones go on."""
 
 from __future__ import annotations
 
