@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("types", "noise", "config"),  # 0
+    ("types", "noise", "config", "progress"),  # 0
     ("params", "sharding", "sampling", "kv_cache", "layout", "logit_rule"),  # 1
     ("nn", "verify", "schedule", "calibrate", "data", "checkpoint"),  # 2
     ("targets", "heads"),  # 3
