@@ -68,9 +68,11 @@ def config(tmp_path: Path, **changes: Any) -> EvaluateConfig:
     return EvaluateConfig(**{**values, **changes})
 
 
+@pytest.mark.slow
 def test_an_evaluation_measures_what_generate_does_and_resumes(tmp_path: Path, models: Any, monkeypatch: Any) -> None:
-    """Greedy and coupled: every text is the plain one. The cycles are those of ``generate``, under a threshold too. A second process that finds records cut off in a line makes the same report; a drafter without
-    a confidence head has no sweep."""
+    """Greedy and coupled: every text is the plain one. The cycles are those of ``generate``, under a threshold too. A
+    second process that finds records cut off in a line makes the same report; a drafter without a confidence head has
+    no sweep."""
     first = Evaluation(config(tmp_path), tmp_path / "out", models["target"]).run()
     for name in ("greedy", "warm"):
         rows = {row["name"]: row for row in first["runs"][name]}
