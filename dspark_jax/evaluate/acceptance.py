@@ -82,26 +82,30 @@ class Sample:
         is nothing to divide by.
 
         ``tau/<set>``, ``tau/macro`` (mean over groups), ``tau/all``; ``conditional``: acceptance of draft k given that
-        those before it were accepted; ``later``: its mean over k >= 2; ``rate``: accepted of the offered drafts;
-        ``offered``: drafts a cycle.
+        those before it were accepted; ``later``: its mean over the k >= 2 that some block reached; ``later_pooled``:
+        all their drafts counted together, which few late drafts do not shake; ``rate``: accepted of the offered
+        drafts; ``offered``: drafts a cycle.
         """
         w = np.ones((1, len(self.kept))) if weights is None else weights
         found = {f"tau/{name}": self._tau(w, self.suites == name) for name in dict.fromkeys(self.suites)}
         groups = np.stack([self._tau(w, self.groups == name) for name in dict.fromkeys(self.groups)])
         found["tau/macro"] = groups.mean(0)
         found["tau/all"] = self._tau(w, np.ones(len(self.kept), bool))
-        found["conditional"] = _quotient(w @ self.passed, w @ self.tried)
+        found["conditional"] = quotient(w @ self.passed, w @ self.tried)
         later = found["conditional"][:, 1:]
-        found["later"] = later.mean(1) if later.shape[1] else np.full(len(w), np.nan)
-        found["rate"] = _quotient(w @ self.passed.sum(1), w @ self.offered)
-        found["offered"] = _quotient(w @ self.offered, w @ self.blocks)
+        reached = np.isfinite(later)
+        found["later"] = quotient(np.where(reached, later, 0.0).sum(1), reached.sum(1))
+        found["later_pooled"] = quotient(w @ self.passed[:, 1:].sum(1), w @ self.tried[:, 1:].sum(1))
+        found["rate"] = quotient(w @ self.passed.sum(1), w @ self.offered)
+        found["offered"] = quotient(w @ self.offered, w @ self.blocks)
         return found
 
     def _tau(self, w: np.ndarray, who: np.ndarray) -> np.ndarray:
-        return _quotient(w[:, who] @ self.kept[who], w[:, who] @ self.cycles[who])
+        return quotient(w[:, who] @ self.kept[who], w[:, who] @ self.cycles[who])
 
 
-def _quotient(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def quotient(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """``above / below``, NaN where ``below`` is not positive."""
     return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
 
 
@@ -117,9 +121,11 @@ def bootstrap_weights(suites: np.ndarray, resamples: int, seed: int = 0) -> np.n
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """2.5 and 97.5 percentiles over the first axis ``[R, ...]``; NaN where a resample has no value."""
-    low, high = np.percentile(values, INTERVAL, axis=0)
-    return low, high
+    """2.5 and 97.5 percentiles over the first axis ``[R, ...]``, of the resamples that have a value; NaN where fewer
+    than nine of ten have one."""
+    enough = np.isfinite(values).mean(0) >= 0.9
+    low, high = np.nanpercentile(np.where(enough, values, 0.0), INTERVAL, axis=0)
+    return np.where(enough, low, np.nan), np.where(enough, high, np.nan)
 
 
 def value(point: float, low: float, high: float) -> dict[str, float | None]:

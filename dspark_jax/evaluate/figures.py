@@ -74,3 +74,36 @@ def threshold_sweep(path: Path, sweeps: Mapping[str, Sequence[Mapping[str, Any]]
         axes[0][0].legend(fontsize=7)
 
     return save(path, 2, 1, draw)
+
+
+def reliability(
+    path: Path, title: str, shown: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]
+) -> bool:
+    """Reliability of prefix survival, one panel a position, before and after scaling (the paper's Figure 6).
+
+    Args:
+        shown: ``calibrate.assess.diagram``.
+    """
+    positions = len(shown["before"])
+    columns = min(positions, 4)
+    rows = -(-positions // columns)
+
+    def draw(axes: Any) -> None:
+        for ax in axes.flat[positions:]:
+            ax.axis("off")
+        for k, ax in enumerate(axes.flat[:positions]):
+            ax.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+            for name, points in shown.items():
+                count, score, label = points[k]
+                there = count > 0
+                size = 10 + 90 * count[there] / count.sum()
+                (line,) = ax.plot(score[there], label[there], linewidth=1, label=name)
+                ax.scatter(score[there], label[there], s=size, color=line.get_color())
+            ax.set_title(f"{title}: position {k + 1}", fontsize=8)
+            ax.set_xlim(0, 1)
+            ax.set_ylim(0, 1)
+        axes[0][0].set_xlabel("predicted survival")
+        axes[0][0].set_ylabel("observed survival")
+        axes[0][0].legend(fontsize=7)
+
+    return save(path, columns, rows, draw)

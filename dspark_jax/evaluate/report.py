@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.evaluate import figures
-from dspark_jax.evaluate.acceptance import Sample, bootstrap_weights, interval, value
+from dspark_jax.evaluate.acceptance import Sample, bootstrap_weights, interval, quotient, value
 from dspark_jax.evaluate.config import PLAIN
 from dspark_jax.evaluate.decode import Trace
 
@@ -31,6 +31,7 @@ def row(name: str, traces: Sequence[Trace], sample: Sample, weights: np.ndarray)
             value(*map(float, triple)) for triple in zip(point["conditional"][0], *ends["conditional"], strict=True)
         ],
         "later": scalar("later"),
+        "later_pooled": scalar("later_pooled"),
         "rate": scalar("rate"),
         "offered": scalar("offered"),
         "histogram": sample.histogram.astype(int).tolist(),
@@ -49,8 +50,8 @@ def compare(
 ) -> None:
     """Adds to every row what it is against the plain one and against the first drafter, in place.
 
-    ``speed`` (tokens/s over the plain row's), ``equal_texts``; ``tau_ratio`` and ``later_ratio`` to the first drafter,
-    with intervals of the same resampled prompts.
+    ``speed`` (tokens/s over the plain row's), ``equal_texts``; ``tau_ratio``, ``later_ratio`` and
+    ``later_pooled_ratio`` to the first drafter, with intervals of the same resampled prompts.
     """
     plain = next((r for r in rows if r["name"] == PLAIN), None)
     drafters = [r for r in rows if r["name"] != PLAIN]
@@ -61,9 +62,13 @@ def compare(
             entry["equal_texts"] = sum(a.tokens == b.tokens for a, b in pairs)
     for entry in drafters[1:]:
         mine, first = samples[entry["name"]], samples[drafters[0]["name"]]
-        for name, key in (("tau_ratio", "tau/macro"), ("later_ratio", "later")):
-            point = mine.statistics()[key][0] / first.statistics()[key][0]
-            low, high = interval(mine.statistics(weights)[key] / first.statistics(weights)[key])
+        for name, key in (
+            ("tau_ratio", "tau/macro"),
+            ("later_ratio", "later"),
+            ("later_pooled_ratio", "later_pooled"),
+        ):
+            point = quotient(mine.statistics()[key], first.statistics()[key])[0]
+            low, high = interval(quotient(mine.statistics(weights)[key], first.statistics(weights)[key]))
             entry[name] = value(float(point), float(low), float(high))
 
 
@@ -128,11 +133,19 @@ def positions_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not drafted:
         return ""
     width = max(len(r["conditional"]) for r in drafted)
-    head = ["conditional acceptance at", *map(str, range(1, width + 1)), "mean of 2 and later", "to the first drafter"]
+    head = [
+        "conditional acceptance at",
+        *map(str, range(1, width + 1)),
+        "mean of 2 and later",
+        "pooled",
+        "pooled, to the first",
+    ]
     body = []
     for r in drafted:
         cells = [show(v, 3) for v in r["conditional"]] + [""] * (width - len(r["conditional"]))
-        body.append([r["name"], *cells, show(r["later"], 3), show(r.get("later_ratio"), 2)])
+        body.append(
+            [r["name"], *cells, show(r["later"], 3), show(r["later_pooled"], 3), show(r.get("later_pooled_ratio"), 2)]
+        )
     counts = [[r["name"], *map(str, r["histogram"]), *[""] * (width + 1 - len(r["histogram"]))] for r in drafted]
     return table(head, body) + "\n" + table(["blocks by accepted drafts", *map(str, range(width + 1))], counts)
 

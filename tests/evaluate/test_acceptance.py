@@ -63,7 +63,11 @@ def test_the_macro_mean_takes_one_value_a_group() -> None:
     assert sample.statistics(np.array([[1.0, 1.0, 2.0]]))["tau/macro"][0] == pytest.approx((2 + 21 / 9) / 2)
     # Blocks (the last of each text left out): 2 of 1 accepted draft, 3 of none, 3 of two.
     np.testing.assert_allclose(found["conditional"][0], [5 / 8, 3 / 5])
-    assert found["later"][0] == 3 / 5 and found["rate"][0] == 8 / 16 and found["offered"][0] == 2.0
+    assert (
+        found["later"][0] == found["later_pooled"][0] == 3 / 5
+        and found["rate"][0] == 8 / 16
+        and found["offered"][0] == 2.0
+    )
 
 
 def test_plain_decoding_has_accepted_length_one_and_no_positions() -> None:
