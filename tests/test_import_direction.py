@@ -39,6 +39,7 @@ SAME_LEVEL_EXCEPTIONS = {
     ("config", "types"): "types is the legend every room reads",
     ("sharding", "params"): "it maps the logical axes written in ParamSpec trees",
     ("kv_cache", "layout"): "cells are written where a Layout says",
+    ("train", "engine"): "the answers of training text are made by the engine",
 }
 
 # The scheduler sees survival probabilities and step times: no tokens, logits, models or noise. So the

@@ -17,11 +17,11 @@ from dspark_jax.calibrate import Calibration, fit, save_tables
 from dspark_jax.calibrate.assess import assess, diagram
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
+from dspark_jax.data.line_file import differences
 from dspark_jax.evaluate import figures
 from dspark_jax.evaluate.config import DecodeConfig, Suite
 from dspark_jax.evaluate.decode import fingerprint
 from dspark_jax.evaluate.recorder import Blocks, Recorder
-from dspark_jax.evaluate.records import differences
 from dspark_jax.evaluate.report import table as markdown_table
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import find_drafter

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax import Engine, EngineConfig, Request
+from dspark_jax.data.line_file import LineFile
 from dspark_jax.evaluate.config import PLAIN, DecodeConfig, DrafterEntry, SamplingRun
-from dspark_jax.evaluate.records import LineFile
 from dspark_jax.evaluate.suites import Task
 from dspark_jax.load import find_drafter
 from dspark_jax.progress import Progress

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax import Engine, load_drafter, load_target
+from dspark_jax.data.line_file import LineFile
 from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.confidence import sweep
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.decode import Job, Trace, build_engine, run_job
-from dspark_jax.evaluate.records import LineFile
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.progress import Progress
 

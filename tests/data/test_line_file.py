@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_jax.evaluate.records import LineFile
+from dspark_jax.data.line_file import LineFile
 
 
 def test_a_line_that_was_cut_off_is_dropped_and_the_rest_goes_on(tmp_path: Path) -> None:
