@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -80,8 +81,8 @@ def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monk
     content = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert content["temperatures"] == content["tables"][0]["temperatures"]
     assert "rejection_t1, heldout" in (tmp_path / "out" / "calibration_report.md").read_text()
-    pytest.importorskip("matplotlib")
-    assert (tmp_path / "out" / "reliability_greedy_heldout.png").read_bytes()[:4] == b"\x89PNG"
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "out" / "reliability_greedy_heldout.png").read_bytes()[:4] == b"\x89PNG"
 
     lost = tmp_path / "out" / "records" / "greedy" / "fit" / "00001.npz"
     lost.rename(lost.with_suffix(".tmp"))  # as a kill before the last rename leaves it
