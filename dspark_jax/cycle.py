@@ -157,6 +157,36 @@ def step(
             ``sum(active * (1 + admitted)) <= tokens`` is the caller's duty.
         context: cells of the caches to attend to (static; None: all).
     """
+    state, result, _, _ = step_with_law(
+        target,
+        drafter,
+        state,
+        proposal,
+        admitted,
+        rows=rows,
+        width=width,
+        tokens=tokens,
+        context=context,
+        static=static,
+    )
+    return state, result
+
+
+def step_with_law(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    proposal: Proposal | None,
+    admitted: Array | None,
+    *,
+    rows: int | None = None,
+    width: int | None = None,
+    tokens: int | None = None,
+    context: int | None = None,
+    static: Static = Static(),  # noqa: B008 - frozen
+) -> tuple[DecodeState, Commit, Array, Layout]:
+    """``step``, and what it compared the drafts with: log-probabilities ``[T, V]`` of the target's sampled distribution
+    at every flat token, and their layout. For measurements."""
     rows = state.length.shape[0] if rows is None else rows
     if proposal is None:
         width, admitted = 1, jnp.zeros(rows, jnp.int32)
@@ -181,7 +211,7 @@ def step(
         draft_state = drafter.absorb(state.draft, features, layout)
     new = _advance(view, verdict, result, static)
     state = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.replace(target=None, draft=None), new)
-    return state.replace(target=cache, draft=draft_state), result
+    return state.replace(target=cache, draft=draft_state), result, log_p, layout
 
 
 def _target_log_probs(view: DecodeState, logits: Array, drafted: Array, layout: Layout, static: Static) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from dspark_jax.sampling import sampling_rows
 from dspark_jax.schedule.prefix import admit_early_stop_device, survival_device
 from dspark_jax.types import EMPTY, GREEDY_TEMPERATURE, Array, concrete
 from dspark_jax.verify import Commit
+
+LOG = logging.getLogger("dspark_jax.generate")
 
 RULES = ("rejection", "coupled")
 ADMIT = ("all", "threshold", "early_stop")
@@ -188,7 +191,13 @@ def _pick_table(calibration: Any, verification: str, sampling: Sampling | tuple[
     greedy = {s.temperature < GREEDY_TEMPERATURE for s in settings}
     if len(greedy) > 1:
         raise ValueError("sampling mixes temperature 0 and others, which have different calibrations; pass calibration")
-    return pick(verification, 0.0 if greedy.pop() else 1.0)
+    temperature = 0.0 if greedy.pop() else 1.0
+    table = pick(verification, temperature)
+    if table is None:
+        LOG.warning(
+            "no calibration table for %s at temperature %g: raw confidences are used", verification, temperature
+        )
+    return table
 
 
 class _Loop(flax.struct.PyTreeNode):
@@ -219,7 +228,7 @@ def _admitted(
     return admit_early_stop_device(survival, ms, draft_ms, active)
 
 
-def _start(
+def start_rows(
     target: TargetModel,
     drafter: DrafterModel | None,
     prompts: Array,
@@ -254,7 +263,7 @@ def _start(
     )
 
 
-def _prefill(
+def prefill_rows(
     target: TargetModel,
     drafter: DrafterModel | None,
     state: DecodeState,
@@ -300,7 +309,7 @@ def _generate(
     prompts = jnp.where(jnp.arange(prompts.shape[1])[None, :] < lengths[:, None], prompts, 0)
     if admit == "early_stop" and not coupled:
         seeds = distinct_seeds(seeds)
-    state = _start(
+    state = start_rows(
         target,
         drafter,
         prompts,
@@ -314,7 +323,7 @@ def _generate(
     # Where lengths are traced nobody has checked them: a row then ends where the context window does.
     room = jnp.maximum(target.max_positions - lengths, 1)
     state = state.replace(remaining=jnp.minimum(state.remaining, room))
-    state, first = _prefill(target, drafter, state, prompts, lengths, static)
+    state, first = prefill_rows(target, drafter, state, prompts, lengths, static)
     tokens = jnp.full((rows, max_new_tokens), EMPTY, jnp.int32).at[:, :1].set(first)
     loop = _Loop(
         state=state,

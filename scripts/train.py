@@ -1,12 +1,18 @@
 """Trains a drafter: ``python scripts/train.py --config configs/train/smollm2_dspark.toml --out runs/first``.
 
-Started again on the same folder, a run goes on from its last checkpoint.
+Started again on the same folder, a run goes on from its last checkpoint. ``--set devices=0`` splits a batch over all
+devices; with several processes, start the same command on each with ``--coordinator HOST:PORT --processes N
+--process I`` and a folder that all of them see.
+
+Exit status: 0 done; 2 refused (configuration, data, another run's folder); 3 stopped (no text left, no finite loss, no
+room on the disk), with the last checkpoint whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from pathlib import Path
 
 import jax
@@ -14,28 +20,44 @@ import jax
 from dspark_jax import load_target
 from dspark_jax.config_toml import load_toml
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.loop import Run
+from dspark_jax.train.folder import DiskFull
+from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="the run's folder")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
     parser.add_argument("--export-only", type=Path, default=None, help="write the drafter of the last checkpoint here")
-    args = parser.parse_args()
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes: where the first one listens")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0, help="number of this process, from 0")
+    args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     for noisy in ("absl", "orbax", "jax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if args.coordinator:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for runs on CPUs
+        jax.distributed.initialize(args.coordinator, num_processes=args.processes, process_id=args.process)
     jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "compiled"))
-    config = load_toml(args.config, TrainConfig, args.set)
-    run = Run(config, load_target(config.target), args.out)
+    try:
+        config = load_toml(args.config, TrainConfig, args.set)
+        run = Run(config, load_target(config.target), args.out)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if args.export_only is not None:
         print(run.export(args.export_only))
-        return
-    run.run()
+        return 0
+    try:
+        run.run()
+    except (DiskFull, NonFiniteLoss, OutOfText) as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 3
     print(f"{args.out}: done, drafter in {args.out / 'drafter'}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("types", "noise", "config"),  # 0
+    ("types", "noise", "config", "progress"),  # 0
     ("params", "sharding", "sampling", "kv_cache", "layout", "logit_rule"),  # 1
     ("nn", "verify", "schedule", "calibrate", "data", "checkpoint"),  # 2
     ("targets", "heads"),  # 3
@@ -39,6 +39,7 @@ SAME_LEVEL_EXCEPTIONS = {
     ("config", "types"): "types is the legend every room reads",
     ("sharding", "params"): "it maps the logical axes written in ParamSpec trees",
     ("kv_cache", "layout"): "cells are written where a Layout says",
+    ("train", "engine"): "the answers of training text are made by the engine",
 }
 
 # The scheduler sees survival probabilities and step times: no tokens, logits, models or noise. So the
@@ -52,6 +53,7 @@ JIT_ALLOWED = {
     "dspark_jax/train/step.py": "the training step",
     "dspark_jax/evaluate/parity.py": "one reference block with everything in view",
     "dspark_jax/evaluate/rounds.py": "one reference round with everything in view",
+    "dspark_jax/evaluate/recorder.py": "one cycle with the distributions it compared in view",
 }
 
 # Besides the standard library and itself.

@@ -35,6 +35,13 @@ class BlockPlan:
         """A plan of ``anchors`` blocks that repeats the pattern ``widths``."""
         return cls(tuple(itertools.islice(itertools.cycle(widths), anchors)))
 
+    def part(self, parts: int) -> BlockPlan:
+        """The plan of one of ``parts`` equal parts. Raises ValueError where the pattern does not divide so."""
+        size = len(self.widths) // max(parts, 1)
+        if parts < 1 or size * parts != len(self.widths) or self.widths != self.widths[:size] * parts:
+            raise ValueError(f"{len(self.widths)} blocks do not fall into {parts} parts of the same widths")
+        return BlockPlan(self.widths[:size])
+
     @property
     def anchors(self) -> int:
         return len(self.widths)

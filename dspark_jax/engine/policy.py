@@ -7,6 +7,7 @@ and gets scores of cycles at least two back; ``lengths`` sees the cycle's own su
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule.prefix import admit_early_stop, capacity
 from dspark_jax.types import GREEDY_TEMPERATURE
+
+LOG = logging.getLogger("dspark_jax.engine")
 
 PRIOR = 0.8
 """Conditional acceptance assumed at every position before anything was seen: optimistic, so that drafting is tried."""
@@ -131,17 +134,23 @@ class Temperatures:
 
     def __init__(self, calibration: Any, drafts: int) -> None:
         self._calibration, self._drafts = calibration, drafts
+        self._missed: set[str] = set()
         for table in getattr(calibration, "tables", (calibration,)):
             known = drafts if table is None else table.temperature.shape[-1]
             if known < drafts:
                 raise ValueError(f"calibration: {known} temperatures for blocks of {drafts} drafts")
 
     def of(self, request: Checked) -> np.ndarray | float:
-        """``[G]``, or 1 where there is no table for the request."""
+        """``[G]``, or 1 where there is no table for the request, which is logged once."""
         table = self._calibration
         if hasattr(table, "pick"):
             greedy = request.sampling.temperature < GREEDY_TEMPERATURE
-            table = table.pick("coupled" if request.coupled else "rejection", 0.0 if greedy else 1.0)
+            rule, temperature = "coupled" if request.coupled else "rejection", 0.0 if greedy else 1.0
+            table = table.pick(rule, temperature)
+            missed = f"{rule} at temperature {temperature:g}"
+            if table is None and missed not in self._missed:
+                self._missed.add(missed)
+                LOG.warning("no calibration table for %s: raw confidences are used", missed)
         return 1.0 if table is None else np.asarray(table.temperature, np.float32)[: self._drafts]
 
 

@@ -74,19 +74,29 @@ class DrafterShape:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Weights of cross entropy, L1 and confidence (equation 12), and the decay over positions (equation 8)."""
+    """Weights of cross entropy, L1 and confidence (equation 12), and the decay over positions (equation 8).
+
+    Attributes:
+        chunks: equal parts of the anchors whose logits are made, compared and thrown away one after the other; for
+            large vocabularies. 0: all at once, the target's probabilities made once a step (faster where they fit).
+    """
 
     weights: tuple[float, ...] = (0.1, 0.9, 1.0)
     decay: float = 4.0
+    chunks: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.weights) != 3 or self.decay <= 0:
-            raise ValueError(f"the loss needs three weights and a positive decay, found {self}")
+        if len(self.weights) != 3 or self.decay <= 0 or self.chunks < 0:
+            raise ValueError(f"the loss needs three weights, a positive decay and chunks of 0 or more, found {self}")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule (``optim.schedule``)."""
+    """AdamW and its schedule (``optim.schedule``).
+
+    Attributes:
+        ema_decay: of a running mean of the parameters, which is then what is measured and exported; 0: none.
+    """
 
     learning_rate: float = 1e-3
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -97,6 +107,11 @@ class OptimConfig:
     beta2: float = 0.999
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.ema_decay < 1.0:
+            raise ValueError(f"ema_decay must lie in [0, 1), found {self.ema_decay}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +120,11 @@ class RunConfig:
 
     Attributes:
         log_every: steps between lines of metrics.jsonl.
-        save_every_s: seconds between checkpoints (a checkpoint is also written at the end).
+        save_every_s: seconds between checkpoints, at the next line of the log (one is also written at the end).
         evaluate_every_s: seconds between held-out evaluations, each followed by an export.
         keep: checkpoints kept.
-        max_skipped: steps of non-finite loss in a row that stop the run.
+        max_skipped: updates of non-finite loss in a row that stop the run.
+        tensorboard: also write TensorBoard files, where tensorboardX is installed.
     """
 
     log_every: int = 20
@@ -116,11 +132,20 @@ class RunConfig:
     evaluate_every_s: float = 300.0
     keep: int = 2
     max_skipped: int = 10
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.log_every, self.keep, self.max_skipped) < 1:
+            raise ValueError(f"log_every, keep and max_skipped must be at least 1, found {self}")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run but its folder."""
+    """Everything that decides a run but its folder.
+
+    Attributes:
+        devices: over which a batch is split, of all processes together; 0: all there are.
+    """
 
     target: str
     data: DataConfig
@@ -129,6 +154,11 @@ class TrainConfig:
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
     seed: int = 0
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices < 0:
+            raise ValueError(f"devices must be 0 (all) or more, found {self.devices}")
 
 
 def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:

@@ -12,17 +12,26 @@ from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Records
 
 
-def measure(step: Callable[..., Any], params: Any, frozen: Any, records: Records, plan: BlockPlan, data: Any) -> dict:
+def measure(
+    step: Callable[..., Any],
+    params: Any,
+    frozen: Any,
+    records: Records,
+    plan: BlockPlan,
+    data: Any,
+    everywhere: Callable[[Any], Any] = lambda x: x,
+) -> dict:
     """Runs the first ``data.heldout_batches`` batches with anchors that are the same at every call.
 
     Args:
-        step: ``step.make_heldout_step``. data: a ``DataConfig``.
+        step: ``step.make_heldout_step``. data: a ``DataConfig``. everywhere: puts inputs on all devices.
     """
     parts = []
     for i in range(data.heldout_batches):
         batch = records.batch(range(i * data.batch, (i + 1) * data.batch), data.length)
         key = jax.random.fold_in(jax.random.key(0), i)
-        parts.append(jax.tree.map(np.asarray, step(params, frozen, key, batch.tokens, batch.loss_mask)))
+        tokens, learnt = everywhere((batch.tokens, batch.loss_mask))
+        parts.append(jax.tree.map(np.asarray, step(params, frozen, key, tokens, learnt)))
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return summary(plan, **joined)
 

@@ -1,13 +1,12 @@
 """A training run: resume, step, measure, save. What it writes, it writes into one folder.
 
-``config.json``, ``metrics.jsonl``, ``checkpoints/`` (orbax), ``drafter/`` (the newest export in DeepSpec's layout),
-``d2t.npy``. Killed at any moment and started again, a run goes on from its last checkpoint with the same numbers as
-one that was never killed.
+``config.json``, ``environment.jsonl`` (a line a start), ``metrics.jsonl``, ``checkpoints/`` (orbax), ``drafter/`` (the
+newest export in DeepSpec's layout), ``d2t.npy``. Killed at any moment and started again, a run goes on from its last
+checkpoint with the same numbers as one that was never killed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
@@ -24,18 +23,21 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Batch, Records
 from dspark_jax.drafters.dspark import drafter_specs
+from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.config import TrainConfig, drafter_config
+from dspark_jax.train.folder import DiskFull, Metrics, check_same, environment, is_disk_full
 from dspark_jax.train.objective import Frozen
-from dspark_jax.train.optim import schedule
+from dspark_jax.train.optim import averaged, schedule
+from dspark_jax.train.placement import Placement
 from dspark_jax.train.step import TrainState, init_state, make_heldout_step, make_train_step
 
 LOG = logging.getLogger("dspark_jax.train")
 
 
 class NonFiniteLoss(RuntimeError):
-    """Too many steps in a row without a finite loss; the last checkpoint is from before them."""
+    """Too many updates in a row without a finite loss; the last checkpoint is from before them."""
 
 
 class OutOfText(RuntimeError):
@@ -45,37 +47,66 @@ class OutOfText(RuntimeError):
 class Run:
     """One run in one folder. ``run()`` trains to the end; ``export()`` writes the drafter as it is.
 
-    Raises ValueError where the folder holds a run that this configuration cannot continue.
+    With several processes (``jax.distributed``) every one makes the same Run; the first one writes.
+
+    Raises ValueError where the folder holds a run that this configuration cannot continue, or the data sets are too
+    small.
     """
 
     def __init__(self, config: TrainConfig, target: Target, folder: str | Path) -> None:
         self.config, self.folder = config, Path(folder)
+        self._writes = jax.process_index() == 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        _check_same(config, self.folder)
+        check_same(config, self.folder, write=False)
         self.records, self.heldout = Records(config.data.train), Records(config.data.heldout)
-        self._usable = self.records.usable(config.data.length, config.data.least_learnt)
+        self._usable = self._check_data()
+        self._placement = Placement(config.devices, config.data.batch)
         self.drafter: DrafterConfig = drafter_config(config.drafter, target.config)
         self.d2t = self._draft_vocabulary(target.vocab_size)
-        self.frozen = Frozen.build(target, self.d2t)
+        self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
         data = config.data
         plan = BlockPlan.cycle(data.anchors // data.rounds, data.widths)
+        self._heldout_plan = BlockPlan.cycle(data.heldout_anchors, data.heldout_widths)
+        chunks = config.loss.chunks
+        if chunks:
+            plan.part(chunks)  # says what is wrong before anything is compiled
+            chunks = chunks if len(self._heldout_plan.widths) % chunks == 0 else 1
         self._rate = schedule(config.optim)
         self._step = make_train_step(self.drafter, plan, data.rounds, config.loss, config.optim)
-        self._heldout_plan = BlockPlan.cycle(data.heldout_anchors, data.heldout_widths)
-        self._measure = make_heldout_step(self.drafter, self._heldout_plan)
+        self._measure = make_heldout_step(self.drafter, self._heldout_plan, chunks)
         self._manager = ocp.CheckpointManager(
             (self.folder / "checkpoints").absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False),
         )
         self.state = self._restore(target)
+        self._metrics: Metrics | None = None
+
+    def _check_data(self) -> np.ndarray:
+        data = self.config.data
+        usable = self.records.usable(data.length, data.least_learnt)
+        if len(usable) < data.batch:
+            raise ValueError(
+                f"{data.train}: {len(usable)} of {len(self.records)} records have {data.least_learnt} learnt tokens "
+                f"among their first {data.length}; a batch needs {data.batch}"
+            )
+        wanted = data.heldout_batches * data.batch
+        if len(self.heldout) < wanted:
+            raise ValueError(f"{data.heldout}: {len(self.heldout)} records, but an evaluation needs {wanted}")
+        return usable
 
     def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:
         shape, path = self.config.drafter, self.folder / "d2t.npy"
         if not shape.draft_vocab:
             return None
-        if not path.is_file():
-            np.save(path, warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always))
-        return np.load(path)
+        if path.is_file():
+            return np.load(path)
+        d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
+        if self._writes:
+            scratch = path.with_suffix(".tmp")
+            with open(scratch, "wb") as file:
+                np.save(file, d2t)
+            scratch.replace(path)
+        return d2t
 
     def _restore(self, target: Target) -> TrainState:
         latest = self._manager.latest_step()
@@ -92,7 +123,7 @@ class Run:
             output_scale=shape.output_scale,
             markov=markov,
         )
-        state = init_state(params, self.config.optim, self.config.seed)
+        state = self._placement.everywhere(init_state(params, self.config.optim, self.config.seed))
         if latest is None:
             return state
         LOG.info("resuming from step %d", latest)
@@ -103,41 +134,74 @@ class Run:
     def run(self) -> None:
         """Trains until ``optim.total_steps``; the last state is saved, measured and exported.
 
-        Raises NonFiniteLoss, or OutOfText when every record was seen once (the work is saved then, too).
+        Raises NonFiniteLoss; DiskFull; or OutOfText when every record was seen once (the work is saved then, too).
         """
+        try:
+            self._begin()
+            try:
+                self._train()
+            except OutOfText:
+                self._finish()
+                raise
+            self._finish()
+        except Exception as error:
+            if is_disk_full(error):
+                last = self._manager.latest_step()
+                kept = "no checkpoint was written yet" if last is None else f"the checkpoint of step {last} is whole"
+                raise DiskFull(
+                    f"{self.folder}: no space left on the disk; {kept}. Make room and start again"
+                ) from error
+            raise
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _begin(self) -> None:
+        """Writes what a start writes."""
+        if self._writes:
+            check_same(self.config, self.folder)
+            with open(self.folder / "environment.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(environment()) + "\n")
+            self._metrics = Metrics(self.folder, int(self.state.step), tensorboard=self.config.run.tensorboard)
         if int(self.state.step) == 0:
             self.evaluate()
-        try:
-            self._train()
-        except OutOfText:
-            self._finish()
-            raise
-        self._finish()
 
     def _train(self) -> None:
-        rhythm = self.config.run
+        rhythm, first, total = self.config.run, int(self.state.step), self.config.optim.total_steps
         started = saved = measured = time.monotonic()
         waiting: list[dict[str, Any]] = []
-        for step in range(int(self.state.step), self.config.optim.total_steps):
-            batch = self._next_batch()
-            tokens, learnt = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
-            rate = jnp.asarray(self._rate(step), jnp.float32)
-            self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate)
-            waiting.append(metrics)
-            if (step + 1) % rhythm.log_every == 0:
+        with Progress(total, "training", done=first, unit="step", bar=None if self._writes else False) as progress:
+            for step in range(first, total):
+                batch = self._next_batch()
+                tokens, learnt = (self._placement.split(x) for x in (batch.tokens, batch.loss_mask))
+                rate: Any = np.asarray(self._rate(step), np.float32)
+                self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate)
+                waiting.append(metrics)
+                if (step + 1) % rhythm.log_every:
+                    continue
                 jax.block_until_ready(self.state)
                 now = time.monotonic()
-                self._log_steps(step + 1, waiting, (now - started) / len(waiting))
+                text = self._log_steps(step + 1, waiting, (now - started) / len(waiting))
+                progress.advance(len(waiting), text)
                 waiting, started = [], now
-            if time.monotonic() - saved > rhythm.save_every_s:
-                self.save()
-                saved = time.monotonic()
-            if time.monotonic() - measured > rhythm.evaluate_every_s:
-                paused = time.monotonic()
-                self.evaluate()
-                self.export()
-                measured = time.monotonic()
-                started += measured - paused  # not the steps' time
+                # Between lines of the log only: a resumed run then has the same lines as an unbroken one.
+                if self._due(now - saved > rhythm.save_every_s) and int(self.state.skipped) == 0:
+                    self.save()
+                    saved = time.monotonic()
+                if self._due(time.monotonic() - measured > rhythm.evaluate_every_s):
+                    paused = time.monotonic()
+                    self.evaluate()
+                    self.export()
+                    measured = time.monotonic()
+                    started += measured - paused  # not the steps' time
+
+    def _due(self, mine: bool) -> bool:
+        """What the first process's clock says: all must do the same."""
+        if jax.process_count() == 1:
+            return mine
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.broadcast_one_to_all(np.asarray(mine)))
 
     def _finish(self) -> None:
         self.save()
@@ -160,20 +224,29 @@ class Run:
             self._manager.save(step, args=ocp.args.StandardSave(self.state))
             self._manager.wait_until_finished()
 
+    @property
+    def params(self) -> Any:
+        """The drafter's parameters, averaged where ``optim.ema_decay`` asks for it: what is measured and exported."""
+        return averaged(self.state.params, self.state.opt_state)
+
     def evaluate(self) -> dict[str, Any]:
         """Held-out metrics, written to metrics.jsonl as well."""
+        plan, everywhere = self._heldout_plan, self._placement.everywhere
         values = heldout.measure(
-            self._measure, self.state.params, self.frozen, self.heldout, self._heldout_plan, self.config.data
+            self._measure, self.params, self.frozen, self.heldout, plan, self.config.data, everywhere
         )
         self._write({"heldout": values, "step": int(self.state.step), "positions": float(self.state.positions)})
         return values
 
     def export(self, folder: str | Path | None = None, *, quantize: bool = True) -> Path:
         """Writes the drafter in DeepSpec's layout (int8 rows if ``quantize``), the target's tables left out."""
-        params = jax.tree.map(np.asarray, self.state.params)
+        place = Path(folder) if folder is not None else self.folder / "drafter"
+        if not self._writes:
+            return place
+        params = jax.tree.map(np.asarray, self.params)
         seen = {"training": {"steps": int(self.state.step), "positions": int(self.state.positions)}}
         return write_deepspec(
-            folder or self.folder / "drafter",
+            place,
             self.drafter,
             params,
             drafter_specs(self.drafter),
@@ -182,53 +255,44 @@ class Run:
             extra_config=seen,
         )
 
-    def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float) -> None:
-        values = jax.tree.map(lambda *parts: np.concatenate(parts), *waiting)
+    def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float) -> str:
+        """Writes a line about the updates since the last one. Returns its short form.
+
+        Raises NonFiniteLoss."""
+        values = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *waiting)
+        good = np.isfinite(values["total"]) & np.isfinite(values["grad_norm"])
         line: dict[str, Any] = {
             "step": step,
             "positions": float(self.state.positions),
             "records": int(self.state.cursor),
-            "total": float(values["total"].mean()),
-            "grad_norm": float(values["grad_norm"].mean()),
+            "total": _mean(values["total"][good]),
+            "grad_norm": _mean(values["grad_norm"][good]),
             "learning_rate": float(self._rate(step - 1)),
             "seconds_per_step": seconds,
+            "skipped": int((~good).sum()),
         }
-        for name in ("ce", "l1", "confidence"):
-            line[name] = float(values[name][0].sum() / (values[name][1].sum() + 1e-6))
+        for name in ("ce", "l1", "confidence", "tau"):
+            above, below = (part[good].sum() for part in values[name])
+            line[name] = float(above / (below + 1e-6))
         self._write(line)
-        if int(self.state.skipped) >= self.config.run.max_skipped:
-            raise NonFiniteLoss(f"step {step}: {int(self.state.skipped)} steps in a row without a finite loss")
+        in_a_row = int(self.state.skipped)
+        if in_a_row >= self.config.run.max_skipped:
+            raise NonFiniteLoss(
+                f"step {step}: {in_a_row} updates in a row without a finite loss; they changed nothing, and the last "
+                f"checkpoint is of step {self._manager.latest_step()}"
+            )
+        speed = self.config.data.batch * self.config.data.length / seconds if seconds else 0.0
+        terms = " ".join(f"{name} {line[name]:.3f}" for name in ("ce", "l1", "confidence"))
+        return f"loss {line['total'] or 0.0:.3f} ({terms}), length {line['tau']:.2f}, {speed:.0f} tokens/s"
 
     def _write(self, line: dict[str, Any]) -> None:
-        text = json.dumps({**line, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(text + "\n")
-        LOG.info("%s", text)
-
-
-# What a run may be continued with; everything else would make it another run.
-_MAY_CHANGE = ("optim.total_steps", "optim.decay_steps", "run.", "data.")
-
-
-def _check_same(config: TrainConfig, folder: Path) -> None:
-    """Writes the configuration, or compares it with that of the run to be continued."""
-    path = folder / "config.json"
-    mine = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    if path.is_file():
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        a, b = _flat(mine), _flat(theirs)
-        wrong = [f"{k}: {b.get(k)!r} -> {a.get(k)!r}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
-        wrong = [line for line in wrong if not line.startswith(_MAY_CHANGE)]
-        if wrong:
-            raise ValueError(f"{folder} holds another run: " + "; ".join(wrong))
-    path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
+        if not self._writes:
+            return
+        if self._metrics is None:  # outside of run(): nothing is rewound
+            LOG.info("%s", json.dumps(line))
         else:
-            out[prefix + key] = value
-    return out
+            self._metrics.append(line)
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None

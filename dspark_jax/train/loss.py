@@ -44,6 +44,15 @@ def position_weights(offset: Array, decay: float, dtype: jnp.dtype) -> Array:
     return jnp.exp(-offset.astype(dtype) / decay)
 
 
+class Terms(flax.struct.PyTreeNode):
+    """The three terms of a part of the slots, which add up over parts, and each slot's acceptance rate 1 - TV."""
+
+    ce: Pair
+    l1: Pair
+    confidence: Pair
+    rate: Array  # [...]
+
+
 def slot_loss(
     draft_logits: Array,
     target_probs: Array,
@@ -55,7 +64,21 @@ def slot_loss(
     *,
     weights: tuple[float, float, float] = (0.1, 0.9, 1.0),
 ) -> Loss:
-    """The loss of slots over a draft vocabulary that may be part of the target's.
+    """The loss of slots. Arguments as of ``slot_terms``; weights: of cross entropy, L1 and confidence."""
+    terms = slot_terms(draft_logits, target_probs, outside, labels, known, confidence_logits, slot_weights)
+    return combine(terms.ce, terms.l1, terms.confidence, weights)
+
+
+def slot_terms(
+    draft_logits: Array,
+    target_probs: Array,
+    outside: Array | None,
+    labels: Array,
+    known: Array | None,
+    confidence_logits: Array | None,
+    slot_weights: Array,
+) -> Terms:
+    """The terms of slots over a draft vocabulary that may be part of the target's.
 
     Args:
         draft_logits: ``[..., Vd]``, after the sequential head.
@@ -64,7 +87,6 @@ def slot_loss(
         labels: ``[...]`` draft ids; known: ``[...]`` False where the label is outside the draft vocabulary, which
             takes the slot out of the cross entropy only. None: all are inside.
         slot_weights: ``[...]``, 0 for slots that do not count.
-        weights: of cross entropy, L1 and confidence.
     """
     log_q = jax.nn.log_softmax(draft_logits, axis=-1)
     # Equation 9: cross entropy on the text.
@@ -76,12 +98,12 @@ def slot_loss(
         l1 = l1 + outside
     zero = jnp.zeros((), log_q.dtype)
     confidence = (zero, zero)
+    rate = jax.lax.stop_gradient(1 - 0.5 * l1)
     if confidence_logits is not None:
         # Equation 11: binary cross entropy against the acceptance rate 1 - TV, through which no gradient flows.
-        rate = jax.lax.stop_gradient(1 - 0.5 * l1)
         bce = jax.nn.softplus(confidence_logits) - rate * confidence_logits
         confidence = _sums(bce, slot_weights)
-    return combine(_sums(ce, ce_weights), _sums(l1, slot_weights), confidence, weights)
+    return Terms(_sums(ce, ce_weights), _sums(l1, slot_weights), confidence, rate)
 
 
 def _sums(values: Array, weights: Array) -> Pair:

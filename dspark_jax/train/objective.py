@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from dspark_jax.drafters.base import SharedParams
 from dspark_jax.targets import Target
 from dspark_jax.train.block_forward import packed_heads, packed_hidden
 from dspark_jax.train.config import LossConfig
-from dspark_jax.train.loss import Loss, position_weights, slot_loss
+from dspark_jax.train.loss import Loss, Pair, combine, position_weights, slot_terms
 from dspark_jax.train.teacher import TeacherHead, teacher_states
 from dspark_jax.types import Array, PyTree
 
@@ -40,26 +42,30 @@ class Frozen(flax.struct.PyTreeNode):
 
 
 class Lesson(flax.struct.PyTreeNode):
-    """Text and what the teacher says about it."""
+    """Text and what the teacher says about it. Either the final states, or the probabilities made of them."""
 
     tokens: Array  # [B, L]
     loss_mask: Array  # [B, L] bool
     features: Array  # [B, L, m * d]
-    probs: Array  # [B, L, Vd] target probabilities of the next token
+    final: Array | None  # [B, L, d]
+    probs: Array | None  # [B, L, Vd] target probabilities of the next token
     outside: Array | None  # [B, L]
-    top_inside: Array  # [B, L] bool
+    top_inside: Array | None  # [B, L] bool
 
 
-def prepare(config: DrafterConfig, frozen: Frozen, tokens: Array, loss_mask: Array) -> Lesson:
-    """Runs the target over ``tokens [B, L]``."""
+def prepare(config: DrafterConfig, frozen: Frozen, tokens: Array, loss_mask: Array, chunks: int = 0) -> Lesson:
+    """Runs the target over ``tokens [B, L]``; with ``chunks`` the head is left to where the loss is."""
     with jax.named_scope("teacher"):
         final, features = teacher_states(frozen.target, tokens, config.target_layer_ids)
+        if chunks:
+            return Lesson(tokens, loss_mask, features, final, None, None, None)
         rows, length, _ = final.shape
         probs, outside, top_inside = frozen.head(final.reshape(rows * length, -1))
     return Lesson(
         tokens,
         loss_mask,
         features,
+        None,
         probs.reshape(rows, length, -1),
         None if outside is None else outside.reshape(rows, length),
         top_inside.reshape(rows, length),
@@ -76,6 +82,18 @@ def rows_of(values: Array, row: Array) -> Array:
     return values[jnp.arange(values.shape[0])[:, None], row]
 
 
+def teacher_rows(frozen: Frozen, lesson: Lesson, row: Array) -> tuple[Array, Array | None, Array]:
+    """Probabilities ``[B, T, Vd]``, mass outside ``[B, T]`` and "the top token is inside" ``[B, T]`` at ``row``."""
+    if lesson.final is not None:
+        states = rows_of(lesson.final, row)
+        probs, outside, top = frozen.head(states.reshape(-1, states.shape[-1]))
+        outside = None if outside is None else outside.reshape(row.shape)
+        return probs.reshape(*row.shape, -1), outside, top.reshape(row.shape)
+    known: Any = lesson  # its probabilities are there
+    outside = None if lesson.outside is None else rows_of(lesson.outside, row)
+    return rows_of(known.probs, row), outside, rows_of(known.top_inside, row)
+
+
 def loss(
     config: DrafterConfig,
     settings: LossConfig,
@@ -84,39 +102,84 @@ def loss(
     params: PyTree,
     lesson: Lesson,
     slots: Slots,
-) -> Loss:
-    """Equations 8 to 12 over packed slots."""
+) -> tuple[Loss, Pair]:
+    """Equations 8 to 12 over packed slots, and the expected accepted length as a (sum, blocks) pair."""
     with jax.named_scope("draft"):
         hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
-        logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
-    with jax.named_scope("loss"):
+
+    def part(plan: BlockPlan, slots: Slots, hidden: Array) -> tuple[tuple[Pair, Pair, Pair, Pair], tuple[()]]:
+        with jax.named_scope("heads"):
+            logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
+            probs, outside, _ = teacher_rows(frozen, lesson, slots.row)
         labels, known = slots.labels, None
         if frozen.draft_ids is not None:
             labels = frozen.draft_ids[labels]
             known = labels >= 0
             labels = jnp.maximum(labels, 0)
         decay = position_weights(jnp.asarray(plan.offset), settings.decay, logits.dtype)
-        return slot_loss(
-            logits,
-            rows_of(lesson.probs, slots.row),
-            None if lesson.outside is None else rows_of(lesson.outside, slots.row),
-            labels,
-            known,
-            confidence,
-            jnp.where(slots.mask, decay[None, :], 0),
-            weights=(settings.weights[0], settings.weights[1], settings.weights[2]),
-        )
+        weights = jnp.where(slots.mask, decay[None, :], 0)
+        terms = slot_terms(logits, probs, outside, labels, known, confidence, weights)
+        return (terms.ce, terms.l1, terms.confidence, expected_length(plan, terms.rate, slots.mask)), ()
+
+    with jax.named_scope("loss"):
+        (ce, l1, confidence, length), _ = over_chunks(part, plan, settings.chunks, slots, hidden)
+        return combine(ce, l1, confidence, (settings.weights[0], settings.weights[1], settings.weights[2])), length
+
+
+def over_chunks(part: Any, plan: BlockPlan, chunks: int, slots: Slots, hidden: Array) -> tuple[Any, Any]:
+    """``part(plan, slots, hidden) -> (sums, rows [B, T])`` over equal parts of the anchors, one after the other.
+
+    Sums are added, rows laid end to end. Nothing of a part outlives it: what the gradient needs is computed again,
+    so that logits of a large vocabulary exist for one part at a time. chunks 0: all at once.
+    """
+    if not chunks:
+        return part(plan, slots, hidden)
+    small = plan.part(chunks)
+
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+    def step(sums: Any, inputs: tuple[Slots, Array]) -> tuple[Any, Any]:
+        new, rows = part(small, *inputs)
+        return jax.tree.map(jnp.add, sums, new), rows
+
+    pieces = (jax.tree.map(cut, slots), cut(hidden))
+    first = jax.tree.map(lambda x: x[0], pieces)
+    shapes = jax.eval_shape(lambda x: part(small, *x)[0], first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, rows = jax.lax.scan(jax.checkpoint(step), zeros, pieces)
+    return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1), rows)
+
+
+def expected_length(plan: BlockPlan, rate: Array, mask: Array) -> Pair:
+    """1 + the sum of cumulative products of acceptance rates ``[B, T]``, over whole blocks of the widest width: their
+    sum and number. What a block would be worth at temperature 1 along the text."""
+    first = np.cumsum((0, *plan.widths[:-1]))[np.asarray(plan.widths) == plan.widest]
+    at = first[:, None] + np.arange(plan.widest)
+    whole = mask[:, at].all(-1)
+    lengths = 1 + jnp.cumprod(rate[:, at], axis=-1).sum(-1)
+    return jnp.sum(jnp.where(whole, lengths, 0)), jnp.sum(whole).astype(rate.dtype)
 
 
 def acceptance(
-    config: DrafterConfig, frozen: Frozen, plan: BlockPlan, params: PyTree, lesson: Lesson, slots: Slots
+    config: DrafterConfig,
+    frozen: Frozen,
+    plan: BlockPlan,
+    params: PyTree,
+    lesson: Lesson,
+    slots: Slots,
+    chunks: int = 0,
 ) -> dict[str, Array]:
     """Teacher-forced acceptance of every slot ``[B, T]``: 1 - TV (``rate``), whether both arg-max agree
     (``agree``), the confidence head's probability (``confidence``), and ``mask``."""
     hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
-    logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
-    p = rows_of(lesson.probs, slots.row)
-    rate = jnp.sum(jnp.minimum(jax.nn.softmax(logits, axis=-1), p), axis=-1)
-    agree = (jnp.argmax(logits, axis=-1) == jnp.argmax(p, axis=-1)) & rows_of(lesson.top_inside, slots.row)
-    sure = jnp.zeros_like(rate) if confidence is None else jax.nn.sigmoid(confidence)
-    return {"rate": rate, "agree": agree.astype(rate.dtype), "confidence": sure, "mask": slots.mask}
+
+    def part(plan: BlockPlan, slots: Slots, hidden: Array) -> tuple[tuple[()], dict[str, Array]]:
+        logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
+        p, _, top_inside = teacher_rows(frozen, lesson, slots.row)
+        rate = jnp.sum(jnp.minimum(jax.nn.softmax(logits, axis=-1), p), axis=-1)
+        agree = (jnp.argmax(logits, axis=-1) == jnp.argmax(p, axis=-1)) & top_inside
+        sure = jnp.zeros_like(rate) if confidence is None else jax.nn.sigmoid(confidence)
+        return (), {"rate": rate, "agree": agree.astype(rate.dtype), "confidence": sure, "mask": slots.mask}
+
+    return over_chunks(part, plan, chunks, slots, hidden)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,4 +63,31 @@ def optimizer(config: OptimConfig, rate: Any) -> optax.GradientTransformation:
     adamw = optax.adamw(
         lambda count: rate, b1=config.beta1, b2=config.beta2, eps=1e-8, weight_decay=config.weight_decay
     )
-    return optax.chain(clip_by_global_norm(config.max_grad_norm), adamw)
+    steps = [clip_by_global_norm(config.max_grad_norm), adamw]
+    if config.ema_decay:  # without it the state has no place for it: old checkpoints fit
+        steps.append(parameter_mean(config.ema_decay))
+    return optax.chain(*steps)
+
+
+class MeanState(NamedTuple):
+    """Running mean of the parameters."""
+
+    mean: Any
+
+
+def parameter_mean(decay: float) -> optax.GradientTransformation:
+    """Leaves updates alone and follows the parameters they lead to: mean = decay * mean + (1 - decay) * new."""
+
+    def init(params: Any) -> MeanState:
+        return MeanState(jax.tree.map(lambda p: jnp.array(p, copy=True), params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MeanState]:
+        new = optax.apply_updates(params, updates)
+        return updates, MeanState(jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state.mean, new))
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged(params: Any, opt_state: Any) -> Any:
+    """The running mean where there is one, else the parameters."""
+    return next((part.mean for part in opt_state if isinstance(part, MeanState)), params)

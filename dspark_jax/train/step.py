@@ -66,10 +66,10 @@ def make_train_step(
         slots = pack_blocks(config, plan, lesson, *blocks)
 
         def objective(params: PyTree) -> tuple[Array, Any]:
-            value = loss(config, settings, frozen, plan, params, lesson, slots)
-            return value.total, value
+            value, length = loss(config, settings, frozen, plan, params, lesson, slots)
+            return value.total, (value, length)
 
-        (total, terms), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
+        (total, (terms, length)), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
         norm = optax.tree.norm(gradient)
         updates, opt_state = optimizer(optim, rate).update(gradient, state.opt_state, state.params)
         good = jnp.isfinite(total) & jnp.isfinite(norm)
@@ -85,14 +85,14 @@ def make_train_step(
             positions=state.positions + jnp.sum(slots.mask),
             skipped=jnp.where(good, 0, state.skipped + 1),
         )
-        pairs = {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence}
+        pairs = {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence, "tau": length}
         return state, {"total": total, "grad_norm": norm, **pairs}
 
     def step(
         state: TrainState, frozen: Frozen, tokens: Array, loss_mask: Array, rate: Array
     ) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        lesson = jax.lax.stop_gradient(prepare(config, frozen, tokens, loss_mask))
+        lesson = jax.lax.stop_gradient(prepare(config, frozen, tokens, loss_mask, settings.chunks))
         drawn = sample_anchors(key, loss_mask, plan.anchors * rounds)
         # Sequences with too few anchors lack the last ones: dealt out in turn, every round lacks its share.
         shares = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, rounds).transpose(2, 0, 1), drawn)
@@ -105,14 +105,14 @@ def make_train_step(
 
 @functools.lru_cache(maxsize=8)
 def make_heldout_step(
-    config: DrafterConfig, plan: BlockPlan
+    config: DrafterConfig, plan: BlockPlan, chunks: int = 0
 ) -> Callable[[PyTree, Frozen, Array, Array, Array], dict[str, Array]]:
     """``measure(params, frozen, key, tokens, loss_mask) -> objective.acceptance``."""
 
     def measure(params: PyTree, frozen: Frozen, key: Array, tokens: Array, loss_mask: Array) -> dict[str, Array]:
-        lesson = prepare(config, frozen, tokens, loss_mask)
+        lesson = prepare(config, frozen, tokens, loss_mask, chunks)
         slots = pack_blocks(config, plan, lesson, *sample_anchors(key, loss_mask, plan.anchors))
-        return acceptance(config, frozen, plan, params, lesson, slots)
+        return acceptance(config, frozen, plan, params, lesson, slots, chunks)
 
     return jax.jit(measure)
 

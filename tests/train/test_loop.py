@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -13,57 +14,11 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoint.deepspec import read_deepspec
-from dspark_jax.config import DecoderConfig, LayerConfig, RopeConfig
-from dspark_jax.data.records import write_records
 from dspark_jax.drafters.dspark import drafter_specs
-from dspark_jax.targets import Target
-from dspark_jax.train.config import DataConfig, DrafterShape, OptimConfig, RunConfig, TrainConfig
+from dspark_jax.train.config import RunConfig
+from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
-
-VOCAB = 24
-
-
-def _target() -> Target:
-    layer = LayerConfig(num_kv_heads=1, head_dim=8, rope=RopeConfig())
-    config = DecoderConfig("llama", VOCAB, 16, 32, 2, (layer, layer), tie_embeddings=True, max_positions=64)
-    return Target.random(config, jax.random.key(0))
-
-
-def _records(folder: Path, count: int) -> Path:
-    """Texts that count upwards, so that there is something to learn."""
-    texts = [[3 + (start + i) % (VOCAB - 4) for i in range(20)] for start in range(count)]
-    write_records(folder, [(ids, [False] * 4 + [True] * 16) for ids in texts], vocab_size=VOCAB)
-    return folder
-
-
-def _config(tmp_path: Path, records: int = 40, **changes: Any) -> TrainConfig:
-    data = DataConfig(
-        train=_records(tmp_path / "train", records),
-        heldout=_records(tmp_path / "heldout", 4),
-        length=20,
-        batch=2,
-        anchors=6,
-        rounds=2,
-        widths=(3, 1, 2),
-        heldout_batches=1,
-        heldout_anchors=4,
-        heldout_widths=(3,),
-    )
-    shape = DrafterShape(
-        layers=1,
-        target_layer_ids=(0,),
-        mask_token_id=1,
-        block_size=3,
-        block_widths=(1, 2, 3),
-        copy_layers=(1,),
-        markov_rank=4,
-        bigram_start=True,
-        draft_vocab=20,
-        always=(0, 1),
-    )
-    optim = OptimConfig(learning_rate=1e-2, schedule="wsd", warmup_steps=2, total_steps=4, decay_steps=2)
-    config = TrainConfig("tiny", data, shape, optim=optim, run=RunConfig(log_every=1, save_every_s=0.0))
-    return dataclasses.replace(config, **changes)
+from tests.train import tiny_run
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -73,7 +28,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_an_interrupted_run_equals_an_unbroken_one_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, moments, key, cursor and losses; the export reads back as the parameters."""
-    target, config = _target(), _config(tmp_path)
+    target, config = tiny_run.target(), tiny_run.config(tmp_path)
     seldom = dataclasses.replace(config, run=dataclasses.replace(config.run, save_every_s=3600.0))
     whole = Run(seldom, target, tmp_path / "whole")
     whole.run()
@@ -111,10 +66,10 @@ def test_an_interrupted_run_equals_an_unbroken_one_bit_for_bit(tmp_path: Path, m
 
 def test_the_loss_falls_until_the_text_is_used_up(tmp_path: Path) -> None:
     """60 steps need 120 records; with 100 the run stops after 50, its work saved and nothing repeated."""
-    config = _config(tmp_path, 100)
+    config = tiny_run.config(tmp_path, 100)
     optim = dataclasses.replace(config.optim, total_steps=60)
     config = dataclasses.replace(config, optim=optim, run=RunConfig(log_every=5, save_every_s=3600.0))
-    run = Run(config, _target(), tmp_path / "run")
+    run = Run(config, tiny_run.target(), tmp_path / "run")
     before = run.evaluate()["width_3"]["tau"]
     with pytest.raises(OutOfText, match="all 100 records"):
         run.run()
@@ -124,13 +79,58 @@ def test_the_loss_falls_until_the_text_is_used_up(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
 
 
-def test_steps_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_run(tmp_path: Path) -> None:
-    config = _config(tmp_path, run=RunConfig(log_every=1, save_every_s=3600.0, max_skipped=4))
-    target = _target()
-    target = dataclasses.replace(target, params={**target.params, "norm": target.params["norm"].at[0].set(jnp.nan)})
-    run = Run(config, target, tmp_path / "run")
-    before = jax.tree.map(np.array, run.state.params)
-    run.evaluate = lambda: {}  # type: ignore[method-assign]
-    with pytest.raises(NonFiniteLoss, match="step 2: 4"):
+def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that breaks behind step 2: nothing it says changes a parameter, the run stops after 4 updates (two
+    steps), its checkpoint is that of step 2, and from there a sound run ends as if nothing had been."""
+    config = tiny_run.config(tmp_path, run=RunConfig(log_every=1, save_every_s=0.0, max_skipped=4))
+    run = Run(config, tiny_run.target(), tmp_path / "run")
+    sound, next_batch = run.frozen, run._next_batch
+
+    def breaks() -> Any:
+        if int(run.state.step) == 2:
+            params = {**sound.target.params, "norm": sound.target.params["norm"].at[0].set(jnp.nan)}
+            run.frozen = sound.replace(target=sound.target.replace(params=params))
+        return next_batch()
+
+    monkeypatch.setattr(run, "_next_batch", breaks)
+    with pytest.raises(NonFiniteLoss, match="step 4: 4 updates in a row .* the last checkpoint is of step 2"):
         run.run()
-    jax.tree.map(np.testing.assert_array_equal, run.state.params, before)
+    assert [line["skipped"] for line in _lines(tmp_path / "run")] == [0, 0, 2, 2]
+    assert _lines(tmp_path / "run")[-1]["total"] is None
+
+    again = Run(config, tiny_run.target(), tmp_path / "run")
+    assert int(again.state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, again.state.params, run.state.params)
+    again.run()
+    assert [line["step"] for line in _lines(tmp_path / "run")] == [1, 2, 3, 4]
+    assert all(line["total"] is not None for line in _lines(tmp_path / "run"))
+
+
+def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(tmp_path)
+    run = Run(config, tiny_run.target(), tmp_path / "run")
+    save = run.save
+
+    def full() -> None:
+        if int(run.state.step) == 3:
+            raise RuntimeError("write failed") from OSError(errno.ENOSPC, "No space left on device")
+        save()
+
+    monkeypatch.setattr(run, "save", full)
+    with pytest.raises(DiskFull, match="no space left on the disk; the checkpoint of step 2 is whole"):
+        run.run()
+    assert int(Run(config, tiny_run.target(), tmp_path / "run").state.step) == 2
+
+
+def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
+    config = tiny_run.config(tmp_path, 3)
+    few = dataclasses.replace(config, data=dataclasses.replace(config.data, least_learnt=17))
+    with pytest.raises(ValueError, match="train: 0 of 3 records have 17 learnt tokens among their first 20"):
+        Run(few, tiny_run.target(), tmp_path / "run")
+    few = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_batches=3))
+    with pytest.raises(ValueError, match="heldout: 4 records, but an evaluation needs 6"):
+        Run(few, tiny_run.target(), tmp_path / "run")

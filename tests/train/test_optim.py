@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from dspark_jax.train.config import OptimConfig
-from dspark_jax.train.optim import clip_by_global_norm, optimizer, schedule
+from dspark_jax.train.optim import averaged, clip_by_global_norm, optimizer, schedule
 from tests.oracle import oracle_dir
 
 
@@ -63,3 +63,20 @@ def test_small_gradients_are_not_scaled() -> None:
     small, big = {"w": jnp.array([0.3, 0.4])}, {"w": jnp.array([3.0, 4.0])}
     assert (rule.update(small, optax.EmptyState())[0]["w"] == small["w"]).all()
     np.testing.assert_allclose(rule.update(big, optax.EmptyState())[0]["w"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_the_mean_of_the_parameters_follows_the_updates() -> None:
+    """Decay 0.75 from the start p0: 0.75 p0 + 0.25 p1, then 0.75 of that and 0.25 p2; updates are those without a mean,
+    and without one the state has no place for it."""
+    params = {"w": jnp.array([1.0, -2.0])}
+    plain, mean = OptimConfig(), OptimConfig(ema_decay=0.75)
+    states = [optimizer(config, 0.1).init(params) for config in (plain, mean)]
+    assert len(states[0]) == 2 and averaged(params, states[0]) is params
+    expected = np.array(params["w"])
+    for gradient in ({"w": jnp.array([0.5, 0.1])}, {"w": jnp.array([-0.2, 0.3])}):
+        updates, states[0] = optimizer(plain, 0.1).update(gradient, states[0], params)
+        same, states[1] = optimizer(mean, 0.1).update(gradient, states[1], params)
+        np.testing.assert_array_equal(updates["w"], same["w"])
+        params = optax.apply_updates(params, updates)
+        expected = 0.75 * expected + 0.25 * np.asarray(params["w"])
+        np.testing.assert_allclose(averaged(params, states[1])["w"], expected, rtol=1e-6)

@@ -1,0 +1,68 @@
+"""How well calibrated confidences do on records, position by position, and the best that could be done.
+
+N blocks, G positions. Everything is about prefix survival: the score of position k is the product of the conditional
+probabilities up to k, the label whether drafts 1..k were all accepted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dspark_jax.calibrate.metrics import auc, brier, ece, reliability, survival_scores
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+
+def assess(
+    confidence_logits: ArrayLike, accepted: ArrayLike, temperature: ArrayLike, overlap: ArrayLike, bins: int = 10
+) -> dict[str, Any]:
+    """Measures ``[G]`` before and after the temperatures.
+
+    Args:
+        confidence_logits: [N, G]. accepted: [N, G], 1 if drafts 1..k were all accepted.
+        temperature: [G].
+        overlap: [N, G], 1 - TV of the distributions each draft was drawn from and compared with.
+
+    Returns:
+        ``ece_before/after``, ``brier_before/after``, ``auc_before/after`` of survival; ``auc_ceiling``: of the
+        cumulative product of the overlaps, which is the chance of acceptance itself under ``rejection``; and the
+        same of single positions (``conditional_auc``, ``conditional_auc_ceiling``): blocks whose drafts 1..k-1 were
+        accepted, scored by position k alone. ``survival``: the mean label. NaN where a position saw one outcome only.
+    """
+    logits, labels = np.asarray(confidence_logits, np.float64), np.asarray(accepted, np.float64)
+    agreement = np.clip(np.asarray(overlap, np.float64), 0.0, 1.0)
+    ceiling = np.cumprod(agreement, axis=1)
+    found: dict[str, Any] = {"blocks": len(labels), "survival": labels.mean(0)}
+    for name, t in (("before", None), ("after", temperature)):
+        scores = survival_scores(logits, t)
+        found[f"ece_{name}"] = ece(scores, labels, bins)
+        found[f"brier_{name}"] = brier(scores, labels)
+        found[f"auc_{name}"] = auc(scores, labels)
+    found["auc_ceiling"] = auc(ceiling, labels)
+    found["conditional_auc"] = _conditional_auc(logits, labels)
+    found["conditional_auc_ceiling"] = _conditional_auc(agreement, labels)
+    return found
+
+
+def _conditional_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    values = []
+    for k in range(labels.shape[1]):
+        reached = np.ones(len(labels), bool) if k == 0 else labels[:, k - 1] == 1
+        values.append(float(auc(scores[reached, k], labels[reached, k])) if reached.any() else float("nan"))
+    return np.array(values)
+
+
+def diagram(
+    confidence_logits: ArrayLike, accepted: ArrayLike, temperature: ArrayLike, bins: int = 10
+) -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """The reliability diagram (the paper's Figure 6) of every position, before and after: lists of G
+    ``metrics.reliability`` results."""
+    logits, labels = np.asarray(confidence_logits, np.float64), np.asarray(accepted, np.float64)
+    both = {"before": survival_scores(logits), "after": survival_scores(logits, temperature)}
+    return {
+        name: [reliability(scores[:, k], labels[:, k], bins) for k in range(labels.shape[1])]
+        for name, scores in both.items()
+    }

@@ -1,0 +1,225 @@
+"""Calibrates a drafter from real decoding: records, temperatures, measures, figures. Resumable batch by batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dspark_jax import load_drafter, load_target
+from dspark_jax.calibrate import Calibration, fit, save_tables
+from dspark_jax.calibrate.assess import assess, diagram
+from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
+from dspark_jax.config import Sampling
+from dspark_jax.data.line_file import differences
+from dspark_jax.evaluate import figures
+from dspark_jax.evaluate.config import DecodeConfig, Suite
+from dspark_jax.evaluate.decode import fingerprint
+from dspark_jax.evaluate.recorder import Blocks, Recorder
+from dspark_jax.evaluate.report import table as markdown_table
+from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
+from dspark_jax.load import find_drafter
+from dspark_jax.progress import Progress
+
+LOG = logging.getLogger("dspark_jax.calibrate")
+ADVISED_BLOCKS = 10_000
+"""Below it the noise of an ECE of 10 bins is of the size of what is measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """One table: the rule and temperature its records are decoded with."""
+
+    name: str
+    temperature: float
+    verification: Literal["rejection", "coupled"] = "rejection"
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"a table needs a name without /, found {self.name!r}")
+        Sampling(self.temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+    """Everything that decides a calibration but its folder.
+
+    Attributes:
+        fit: prompt sets the temperatures are fitted on.
+        heldout: sets of another domain that they are measured on; none: measured on the fit's own records only.
+        tables: by default the three that requests pick from (DESIGN section 9).
+        blocks: records a table and a list of sets are enough; 0: all prompts are decoded.
+        bins: of the fit's calibration error. report_bins: of the reported one.
+        install: write calibration.json beside the drafter's weights, too.
+    """
+
+    target: str
+    drafter: str
+    fit: tuple[Suite, ...]
+    heldout: tuple[Suite, ...] = ()
+    tables: tuple[TableConfig, ...] = (
+        TableConfig("rejection_t1", 1.0),
+        TableConfig("coupled_t1", 1.0, "coupled"),
+        TableConfig("greedy", 0.0),
+    )
+    decode: DecodeConfig = DecodeConfig()
+    blocks: int = 0
+    bins: int = 20
+    report_bins: int = 10
+    install: bool = True
+
+    def __post_init__(self) -> None:
+        keys = [(t.verification, t.temperature) for t in self.tables]
+        if not self.tables or len(set(keys)) < len(keys) or len({t.name for t in self.tables}) < len(keys):
+            raise ValueError("tables must be there and differ in name, and in rule or temperature")
+        if not self.fit:
+            raise ValueError("fit must name at least one prompt set")
+        if min(self.bins, self.report_bins) < 1 or self.blocks < 0:
+            raise ValueError(f"bins must be positive and blocks 0 or more, found {self.bins}, {self.blocks}")
+
+
+class CalibrationRun:
+    """One calibration in one folder: ``run()`` decodes what is missing, fits, and writes everything."""
+
+    def __init__(self, config: CalibrateConfig, folder: str | Path, models: tuple[Any, Any] | None = None) -> None:
+        self.config, self.folder = config, Path(folder)
+        if models is None:
+            target = load_target(config.target, dtype=config.decode.dtype)
+            models = target, load_drafter(config.drafter, target, dtype=config.decode.dtype)
+        self.target, self.drafter = models
+        if not self.drafter.has_confidence:
+            raise ValueError(f"{config.drafter}: this drafter has no confidence head, there is nothing to calibrate")
+        window = min(config.decode.max_model_len, self.target.max_positions)
+        sets = {"fit": config.fit, "heldout": config.heldout}
+        self.tasks = {
+            name: load_tasks(suites, self.target.tokenizer, config.decode, window) if suites else []
+            for name, suites in sets.items()
+        }
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Records belong to one drafter, one way of decoding and one list of prompts."""
+        drafter = fingerprint(find_drafter(self.config.drafter))
+        kept = {key: value for key, value in dataclasses.asdict(self.config).items() if key in ("target", "decode")}
+        mine = {**kept, "drafter": drafter, "fit": _listed(self.config.fit), "heldout": _listed(self.config.heldout)}
+        path = self.folder / "records.json"
+        if path.is_file():
+            wrong = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(mine)))
+            if wrong:
+                raise ValueError(f"{self.folder} holds records of something else: {'; '.join(wrong)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+
+    def run(self) -> dict[str, Any]:
+        """Returns the measures that were written, by table and list of sets."""
+        fitted, measures = [], {}
+        with Progress(len(self.config.tables) * sum(map(len, self.tasks.values())), "calibrate", unit="prompt") as bar:
+            for table in self.config.tables:
+                records = {name: self.record(table, name, bar) for name, tasks in self.tasks.items() if tasks}
+                blocks = records["fit"]
+                calibration = fit(
+                    blocks.confidence,
+                    blocks.labels,
+                    self.config.bins,
+                    verification=table.verification,
+                    sampling_temperature=table.temperature,
+                )
+                fitted.append(calibration)
+                measures[table.name] = self._measure(table, calibration, records)
+        written = [self.folder / CALIBRATION_FILE]
+        if self.config.install:
+            written.append(find_drafter(self.config.drafter) / CALIBRATION_FILE)
+        for path in written:
+            save_tables(path, fitted)
+            LOG.info("wrote %s", path)
+        (self.folder / "calibration_report.json").write_text(json.dumps(measures, indent=1) + "\n", encoding="utf-8")
+        (self.folder / "calibration_report.md").write_text(markdown(measures), encoding="utf-8")
+        return measures
+
+    def record(self, table: TableConfig, name: str, bar: Progress) -> Blocks:
+        """The blocks of one table over the sets ``fit`` or ``heldout``."""
+        tasks, decode = self.tasks[name], self.config.decode
+        recorder: Recorder | None = None
+        parts: list[Blocks] = []
+        size = decode.max_num_seqs
+        for number, begin in enumerate(range(0, len(tasks), size)):
+            part = tasks[begin : begin + size]
+            path = self.folder / "records" / table.name / name / f"{number:05d}.npz"
+            if self.config.blocks and sum(map(len, parts)) >= self.config.blocks:
+                bar.advance(len(tasks) - begin)
+                break
+            if not path.is_file():
+                recorder = recorder or self._recorder(table)
+                _decode_batch(recorder, part, begin, size).save(path)
+            parts.append(Blocks.load(path))
+            bar.advance(len(part), f"{table.name} {name}: {sum(map(len, parts))} blocks")
+        blocks = Blocks.join(parts)
+        if not len(blocks):
+            raise ValueError(
+                f"{table.name}: no whole block in the records of {name}; give longer texts or more prompts"
+            )
+        if len(blocks) < ADVISED_BLOCKS:
+            LOG.warning("%s: %d blocks of %s; %d or more are advised", table.name, len(blocks), name, ADVISED_BLOCKS)
+        return blocks
+
+    def _recorder(self, table: TableConfig) -> Recorder:
+        longest = max(len(task.ids) for tasks in self.tasks.values() for task in tasks)
+        return Recorder(
+            self.target,
+            self.drafter,
+            sampling=Sampling(table.temperature),
+            verification=table.verification,
+            max_new_tokens=self.config.decode.max_new_tokens,
+            longest=-(-longest // 16) * 16,
+            stop_ids=stop_ids(self.target) if self.config.decode.stop_at_eos else (),
+        )
+
+    def _measure(self, table: TableConfig, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
+        found: dict[str, Any] = {"temperature": np.asarray(calibration.temperature).round(4).tolist()}
+        for name, blocks in records.items():
+            temperature, bins = calibration.temperature, self.config.report_bins
+            values = assess(blocks.confidence, blocks.labels, temperature, blocks.overlap, bins)
+            found[name] = {key: _plain(value) for key, value in values.items()}
+            shown = diagram(blocks.confidence, blocks.labels, temperature, bins)
+            figures.reliability(self.folder / f"reliability_{table.name}_{name}.png", f"{table.name}, {name}", shown)
+        return found
+
+
+def _decode_batch(recorder: Recorder, tasks: Sequence[Task], first: int, rows: int) -> Blocks:
+    """Blocks of a batch; a short one is filled up to ``rows``, so that all batches share their programs."""
+    filled = [*tasks, *[tasks[-1]] * (rows - len(tasks))]
+    blocks, _ = recorder.batch([task.ids for task in filled], [task.seed for task in filled], first)
+    own = blocks.prompt < first + len(tasks)
+    return Blocks(blocks.confidence[own], blocks.accepted[own], blocks.overlap[own], blocks.prompt[own])
+
+
+def _listed(suites: tuple[Suite, ...]) -> list[dict[str, Any]]:
+    return [{"path": str(suite.path), "prompts": suite.prompts} for suite in suites]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [None if math.isnan(x) else round(float(x), 5) for x in value]
+    return value
+
+
+def markdown(measures: dict[str, Any]) -> str:
+    """The report as text: one table for each calibration table and list of sets."""
+    parts = ["# Calibration of the confidence head\n"]
+    for table, found in measures.items():
+        for name in [key for key in found if key != "temperature"]:
+            values = found[name]
+            width = len(found["temperature"])
+            body = [["temperature", *(f"{t:.3f}" for t in found["temperature"])]]
+            for key, row in values.items():
+                if isinstance(row, list):
+                    body.append([key.replace("_", " "), *("" if x is None else f"{x:.4f}" for x in row)])
+            parts.append(f"## {table}, {name}: {values['blocks']} blocks\n")
+            parts.append(markdown_table(["position", *map(str, range(1, width + 1))], body))
+    return "\n".join(parts)

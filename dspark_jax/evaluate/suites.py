@@ -1,0 +1,62 @@
+"""Prompt sets as token ids with their seeds: the same tasks for every drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from dspark_jax.data.prompts import read_prompts
+from dspark_jax.evaluate.config import DecodeConfig, Suite
+
+LOG = logging.getLogger("dspark_jax.evaluate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One prompt to continue."""
+
+    suite: str
+    index: int  # in its set
+    ids: tuple[int, ...]
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What a record of it is found by."""
+        return self.suite, self.index
+
+
+def load_tasks(suites: tuple[Suite, ...], tokenizer: Any, decode: DecodeConfig, window: int) -> list[Task]:
+    """The prompts of all sets, in order. One that is too long for ``max_new_tokens`` more is left out, and logged.
+
+    Args:
+        window: tokens of a text at most, prompt included.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or has no usable prompt; the message names it.
+    """
+    tasks: list[Task] = []
+    for suite in suites:
+        before = len(tasks)
+        for index, prompt in enumerate(read_prompts(suite.path, suite.prompts)):
+            try:
+                ids = prompt.encode(tokenizer)
+            except ValueError as error:
+                raise ValueError(f"{suite.path}: {error}") from None
+            if len(ids) + decode.max_new_tokens > window:
+                LOG.warning("%s:%d: %d tokens are too long, left out", suite.path, prompt.line, len(ids))
+                continue
+            tasks.append(Task(suite.name, index, ids, decode.seed + index))
+        if len(tasks) == before:
+            raise ValueError(f"{suite.path}: no prompt leaves room for {decode.max_new_tokens} tokens in {window}")
+    return tasks
+
+
+def stop_ids(target: Any) -> tuple[int, ...]:
+    """The target's end-of-text tokens, its tokenizer's own included."""
+    found = list(getattr(getattr(target, "config", None), "eos_token_ids", ()))
+    own = getattr(target.tokenizer, "eos_token_id", None)
+    if own is not None and own not in found:
+        found.append(own)
+    return tuple(found)

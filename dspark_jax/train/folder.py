@@ -1,0 +1,160 @@
+"""The folder of a run: its configuration, environment and metrics, written so that a kill leaves nothing half."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dspark_jax.train.config import TrainConfig
+
+LOG = logging.getLogger("dspark_jax.train")
+
+MAY_CHANGE = ("optim.total_steps", "optim.decay_steps", "run.", "data.", "devices")
+"""What a run may be continued with; everything else would make it another run."""
+
+
+class DiskFull(RuntimeError):
+    """There is no room to write; what was written before is whole."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file; a reader, or a kill, sees the old text or the new one."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None:
+    """Writes the configuration, or compares it with that of the run to be continued.
+
+    A setting that the folder's version did not know yet counts as its default. Raises ValueError listing what
+    differs.
+    """
+    path = folder / "config.json"
+    mine = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    if path.is_file():
+        a, b = flat(mine), flat(json.loads(path.read_text(encoding="utf-8")))
+        b = {**{k: v for k, v in defaults(type(config)).items() if k not in b}, **b}
+        wrong = [f"{k}: {b.get(k)!r} -> {a.get(k)!r}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+        wrong = [line for line in wrong if not line.startswith(MAY_CHANGE)]
+        if wrong:
+            raise ValueError(f"{folder} holds another run: " + "; ".join(wrong))
+    if write:
+        write_whole(path, json.dumps(mine, indent=2) + "\n")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return out
+
+
+def defaults(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """The flat defaults of a configuration's fields; fields without one are left out."""
+    out: dict[str, Any] = {}
+    hints = kind.__dataclass_fields__
+    types = {name: _dataclass_of(kind, name) for name in hints}
+    for name, field in hints.items():
+        if types[name] is not None:
+            out |= defaults(types[name], f"{prefix}{name}.")
+        elif field.default is not dataclasses.MISSING:
+            out[prefix + name] = json.loads(json.dumps(field.default, default=str))
+    return out
+
+
+def _dataclass_of(kind: Any, name: str) -> Any:
+    import typing
+
+    hint = typing.get_type_hints(kind)[name]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and command of this process."""
+    versions = {}
+    for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # not installed as a distribution
+            continue
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "host": platform.platform(),
+        "cores": os.cpu_count(),
+        "devices": [str(device) for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+class Metrics:
+    """``metrics.jsonl``, and TensorBoard files where asked for.
+
+    Args:
+        step: the step the run goes on from: lines of later steps, and a line cut off by a kill, are dropped, since the
+            run is about to write them again.
+    """
+
+    def __init__(self, folder: Path, step: int, *, tensorboard: bool = False) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in _whole_lines(self.path) if int(line.get("step", 0)) <= step and step > 0]
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from tensorboardX import SummaryWriter
+            except ImportError:
+                LOG.warning("no TensorBoard files: tensorboardX is not installed")
+            else:
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Writes one line; the time is added."""
+        text = json.dumps({**line, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        LOG.info("%s", text)
+        if self._board is not None:
+            for key, value in flat(line).items():
+                if isinstance(value, int | float) and key != "step":
+                    self._board.add_scalar(key.replace(".", "/"), value, int(line["step"]))
+            self._board.flush()
+
+    def close(self) -> None:
+        """Closes the TensorBoard files."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last line break: nothing, or a cut line
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """The error, or one that led to it, says that there is no room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in str(error) or "ENOSPC" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,152 @@
+"""A calibration from configuration to files with scripted models; killed it goes on, and requests find tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.calibrate import Calibration, CalibrationTables, load_tables
+from dspark_jax.config import Sampling
+from dspark_jax.config_toml import load_toml
+from dspark_jax.engine.policy import Temperatures
+from dspark_jax.engine.request import Checked
+from dspark_jax.evaluate import calibration
+from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
+from dspark_jax.evaluate.config import DecodeConfig, Suite
+from dspark_jax.generate import generate
+from dspark_jax.schedule import StepTimeTable
+from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
+
+VOCAB, BLOCK = 5, 2
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: Any) -> tuple[CalibrateConfig, tuple[Any, Any]]:
+    """Confidences are logits of a half of the truth: too low, so that the fit has something to do."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(VOCAB + 1, VOCAB))
+    draft = table + 1.5 * rng.normal(size=(BLOCK, VOCAB + 1, VOCAB))
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (table, draft))
+    overlap = np.minimum(p, q).sum(-1)
+    models = (
+        ScriptedTarget(jnp.asarray(table), max_positions=64),
+        ScriptedDrafter(jnp.asarray(draft), jnp.asarray(np.log(overlap / (1 - overlap)) / 2), vocab_size=VOCAB),
+    )
+    for name, count in (("fit", 5), ("held", 2)):
+        lines = (json.dumps({"prompt_ids": [i % VOCAB] * (1 + i % 2)}) + "\n" for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.setattr(calibration, "find_drafter", Path)
+    monkeypatch.setattr(calibration, "fingerprint", str)
+    config = CalibrateConfig(
+        target="scripted",
+        drafter=str(tmp_path / "drafter"),
+        fit=(Suite("fit", tmp_path / "fit.jsonl"),),
+        heldout=(Suite("held", tmp_path / "held.jsonl"),),
+        tables=(TableConfig("rejection_t1", 1.0), TableConfig("greedy", 0.0)),
+        decode=DecodeConfig(max_new_tokens=20, max_num_seqs=3, max_model_len=40),
+    )
+    return config, models
+
+
+@pytest.mark.slow
+def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two batches of the fit, one held out, for each table. Where one of them is lost, it alone is decoded again and
+    every number stays; the file beside the weights is read like the engine reads it."""
+    config, models = case
+    first = CalibrationRun(config, tmp_path / "out", models).run()
+    assert list(first) == ["rejection_t1", "greedy"] and first["greedy"]["fit"]["auc_ceiling"] == [1.0, 1.0]
+    assert first["rejection_t1"]["fit"]["blocks"] > 20 and first["rejection_t1"]["heldout"]["blocks"] > 5
+    tables = load_tables(tmp_path / "drafter" / "calibration.json", positions=BLOCK)
+    assert [(t.verification, t.sampling_temperature) for t in tables] == [("rejection", 1.0), ("rejection", 0.0)]
+    picked = tables.pick("rejection", 0.7)
+    assert picked is not None and np.round(picked.temperature, 4).tolist() == first["rejection_t1"]["temperature"]
+    content = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert content["temperatures"] == content["tables"][0]["temperatures"]
+    assert "rejection_t1, heldout" in (tmp_path / "out" / "calibration_report.md").read_text()
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "out" / "reliability_greedy_heldout.png").read_bytes()[:4] == b"\x89PNG"
+
+    lost = tmp_path / "out" / "records" / "greedy" / "fit" / "00001.npz"
+    lost.rename(lost.with_suffix(".tmp"))  # as a kill before the last rename leaves it
+    decoded = []
+    decode_batch = calibration._decode_batch
+    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: decoded.append(a[2]) or decode_batch(*a))
+    assert CalibrationRun(config, tmp_path / "out", models).run() == first
+    assert decoded == [3]
+
+    other = dataclasses.replace(config, decode=dataclasses.replace(config.decode, seed=3))
+    with pytest.raises(ValueError, match=r"holds records of something else: decode\.seed: 0 -> 3"):
+        CalibrationRun(other, tmp_path / "out", models)
+
+
+def test_a_drafter_without_a_confidence_head_is_refused(case: Any, tmp_path: Path) -> None:
+    config, (target, drafter) = case
+    with pytest.raises(ValueError, match="no confidence head"):
+        CalibrationRun(config, tmp_path / "out", (target, drafter.replace(confidence=None)))
+
+
+def test_the_engine_picks_by_request_and_logs_a_missing_table_once(tmp_path: Path, caplog: Any) -> None:
+    """Tables for rejection at T = 1 and for T = 0: a coupled request at T = 0.7 has none."""
+    for name, rule, t, value in (("a", "rejection", 1.0, 2.0), ("b", "rejection", 0.0, 3.0)):
+        Calibration(np.full(BLOCK, value), verification=rule, sampling_temperature=t).save(tmp_path / name)
+    tables = [next(iter(load_tables(tmp_path / name))) for name in ("a", "b")]
+    temperatures = Temperatures(CalibrationTables(tuple(tables)), BLOCK)
+
+    def of(temperature: float, coupled: bool) -> Any:
+        return temperatures.of(Checked((1,), 4, Sampling(temperature), None, coupled, ()))
+
+    with caplog.at_level(logging.WARNING):
+        assert np.all(of(0.7, False) == 2.0) and np.all(of(0.0, False) == 3.0) and np.all(of(0.0, True) == 3.0)
+        assert not caplog.records
+        assert of(0.7, True) == 1.0 and of(1.0, True) == 1.0
+    assert len(caplog.records) == 1 and "coupled" in caplog.text and "raw confidences" in caplog.text
+
+
+def test_generate_logs_a_missing_table(case: Any, caplog: Any) -> None:
+    _, (target, drafter) = case
+    table = Calibration(jnp.ones(BLOCK), verification="rejection", sampling_temperature=0.0)
+    with caplog.at_level(logging.WARNING):
+        generate(
+            target,
+            drafter,
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            seeds=jnp.zeros(1, jnp.uint32),
+            max_new_tokens=2,
+            admit="early_stop",
+            step_time=StepTimeTable(tokens=[1, 2, 3], milliseconds=[1.0, 1.1, 1.2]),
+            calibration=CalibrationTables((table,)),
+        )
+    assert "no calibration table for rejection at temperature 1" in caplog.text
+
+
+def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> None:
+    shipped = load_toml(ROOT / "configs" / "calibrate" / "smollm2.toml", CalibrateConfig, ["install=false"])
+    assert [t.name for t in shipped.tables] == ["rejection_t1", "coupled_t1", "greedy"] and not shipped.install
+    for change, why in (
+        ("bins=0", "bins must be positive"),
+        ("fit=[]", "fit must name"),
+        ("tables=[{name='a', temperature=1}, {name='b', temperature=1}]", "tables must be there and differ"),
+        ("tables=[{name='a', temperature=-1}]", "temperature must be"),
+        ("speed=1", "unknown key speed"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            load_toml(ROOT / "configs" / "calibrate" / "smollm2.toml", CalibrateConfig, [change])

@@ -1,0 +1,61 @@
+"""The loss in chunks of anchors is the loss at once; the expected accepted length by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.data.packing import BlockPlan, sample_anchors
+from dspark_jax.train.config import DrafterShape, LossConfig, drafter_config
+from dspark_jax.train.objective import Frozen, acceptance, blocks, expected_length, loss, prepare
+from dspark_jax.train.warm_start import initial_params
+from tests.train import tiny_run
+
+
+@pytest.mark.slow
+def test_chunks_change_neither_loss_nor_gradient_nor_acceptance() -> None:
+    """Two chunks of a plan of four blocks, a recurrent head (whose state runs along a block), a trimmed vocabulary: the
+    three terms, the expected length, every gradient and every slot's acceptance to 1e-5."""
+    target = tiny_run.target()
+    shape = DrafterShape(1, (0,), 1, block_size=3, markov_rank=4, markov_head="rnn", draft_vocab=20)
+    config = drafter_config(shape, target.config)
+    frozen = Frozen.build(target, np.arange(2, 22))
+    params = initial_params(target, config, jax.random.key(1), copy_layers=(1,))
+    params["confidence"] = jax.tree.map(lambda x: x + 0.1, params["confidence"])
+    tokens = jax.random.randint(jax.random.key(2), (2, 20), 3, 23)
+    learnt = jnp.arange(20)[None, :] >= jnp.array([[4], [9]])
+    plan = BlockPlan((3, 1, 3, 1))
+
+    def run(params: Any, chunks: int) -> Any:
+        lesson = prepare(config, frozen, tokens, learnt, chunks)
+        slots = blocks(config, plan, lesson, *sample_anchors(jax.random.key(3), learnt, 4))
+        value, length = loss(config, LossConfig(chunks=chunks), frozen, plan, params, lesson, slots)
+        shown = acceptance(config, frozen, plan, params, lesson, slots, chunks)
+        return value.total, (value, length, shown)
+
+    results = [jax.jit(jax.value_and_grad(run, has_aux=True), static_argnums=1)(params, chunks) for chunks in (0, 2)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+    gradients = jax.tree.leaves(results[0][1])
+    assert all(np.abs(g).max() > 0 for g in gradients)
+
+
+def test_chunks_must_have_equal_widths() -> None:
+    assert BlockPlan((3, 1, 3, 1)).part(2) == BlockPlan((3, 1))
+    for parts in (3, 4, 0):
+        with pytest.raises(ValueError, match=f"4 blocks do not fall into {parts} parts"):
+            BlockPlan((3, 1, 3, 1)).part(parts)
+    with pytest.raises(ValueError, match="chunks of 0 or more"):
+        dataclasses.replace(LossConfig(), chunks=-1)
+
+
+def test_the_expected_length_is_the_product_form_over_whole_blocks_of_the_widest_width() -> None:
+    """Blocks of 2, 1, 2: 1 + 0.5 + 0.25, the narrow one is left out, the last one is not whole."""
+    rate = jnp.array([[0.5, 0.5, 0.9, 1.0, 1.0]])
+    mask = jnp.array([[True, True, True, True, False]])
+    total, count = expected_length(BlockPlan((2, 1, 2)), rate, mask)
+    assert (float(total), float(count)) == (1.75, 1.0)
