@@ -21,10 +21,14 @@ from dspark_jax.engine.buckets import Key, plan_buckets
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
+from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Temperatures, choose_policy
+from dspark_jax.engine.profile import profile
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.request import Event, Request, Result, check
 from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+from dspark_jax.engine.step_times import StepTimes, Store, given
+from dspark_jax.schedule import StepTimeTable
 
 
 class Engine:
@@ -73,7 +77,8 @@ class Engine:
             skips=self._policy.skips,
             budget=budget,
         )
-        self._check_step_time()
+        self._origin = origin(target, drafter) if self._policy.timed else {}
+        self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
         self._programs = Programs(
             target,
             drafter,
@@ -142,6 +147,8 @@ class Engine:
         if self._error is not None:
             raise RuntimeError("an earlier step failed; call reset() first") from self._error
         try:
+            if self._policy.timed and self._times is None:  # nobody called warmup()
+                self._prepare(lambda line: None)
             self._admit()
             plan = self._choose()
             draft = self._draft(plan)
@@ -162,16 +169,31 @@ class Engine:
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles every program and runs each once; a line each goes to ``progress``. A program compiled after
-        this is counted (``late_compiles``) and logged.
+        this is counted (``late_compiles``) and logged. An adaptive mode without step times measures them, or takes
+        those kept from an earlier start.
 
         Raises:
             RuntimeError: requests are at work.
         """
+        self._idle("warmup()")
+        self._prepare(progress or (lambda line: None))
+
+    def measure_step_times(self, progress: Callable[[str], None] | None = None) -> StepTimeTable:
+        """``warmup``, with step times measured anew and kept for the next start, whatever there was.
+
+        Raises:
+            ValueError: the mode does not decide by step times.
+            RuntimeError: requests are at work.
+        """
+        self._idle("measure_step_times()")
+        if not self._policy.timed:
+            raise ValueError(f"mode {self.mode} does not decide by step times")
+        self._prepare(progress or (lambda line: None), anew=True)
+        return self._times.table  # type: ignore[union-attr]
+
+    def _idle(self, what: str) -> None:
         if self.has_work():
-            raise RuntimeError("warmup() needs an idle engine")
-        keys = self.buckets.keys(self.window - 1)
-        self._state = self._programs.compile_all(keys, self._state, progress or (lambda line: None))
-        self._programs.warm = True
+            raise RuntimeError(f"{what} needs an idle engine")
 
     def counters(self) -> dict[str, Any]:
         """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program, and
@@ -214,9 +236,7 @@ class Engine:
         width = self.buckets.width
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.context_bucket(cells)
-        table = self.config.step_time
-        if table is not None:
-            table = table.at(context, slots)
+        table = None if self._times is None else self._times.curve(len(working), slots, context)
         drafts = self._policy.capacity(self._cycle, working, table)
         return Plan(self._cycle, rows, drafts, slots, context, draft_context, table)
 
@@ -356,13 +376,32 @@ class Engine:
         slot = self._slots.release(tenant)
         self._state = self._programs.admit(self._state, slot, self._programs.idle())
 
-    def _check_step_time(self) -> None:
-        """A table that does not reach the largest batch would fail in the middle of traffic."""
-        table = self.config.step_time
-        if table is None or not (self._policy.lagged or self.mode == "early_stop"):
-            return
-        for slots in self.buckets.slots:
-            for context in self.buckets.contexts_of(slots):
-                last = table.at(context, slots).last
-                if last < slots:
-                    raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")
+    # -- start-up --------------------------------------------------------------------------------------------
+
+    def _prepare(self, progress: Callable[[str], None], anew: bool = False) -> None:
+        """Compiles what is not compiled, and gets step times where the mode needs them and has none."""
+        keys = self.buckets.keys(self.window - 1)
+        self._state = self._programs.compile_all(keys, self._state, progress)
+        if self._policy.timed and (anew or self._times is None):
+            store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, keys)))
+            table = None if anew else store.load()
+            if table is None:
+                table = self._measure(progress)
+                store.save(table)
+            else:
+                progress(f"step times: those of {store.path}")
+            self._times = StepTimes(table, measured=True)
+        self._programs.warm = True
+
+    def _measure(self, progress: Callable[[str], None]) -> StepTimeTable:
+        """Step times of the engine's own programs; the engine must be idle."""
+
+        def run(key: Key) -> float:
+            self._state, seconds = self._programs.rehearse(key, self._state)
+            return seconds
+
+        found = profile(run, self.buckets, self.window - 1, self._origin, budget_s=self.config.profile_seconds)
+        self._state = self._programs.rest(self._state)
+        for line in found.lines():
+            progress(line)
+        return found.table

@@ -35,6 +35,7 @@ class Policy:
     reads_back = False  # the draft's outcome is needed on the host before verify
     lagged = False  # decisions must see exactly what is two cycles old, also where nothing overlaps
     competes = False  # requests compete for drafts: equal seeds must be told apart
+    timed = False  # decides by step times
 
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
@@ -70,7 +71,7 @@ class Threshold(Policy):
 class EarlyStop(Policy):
     """Algorithm 1 of the paper on the cycle's own survivals: causal, so it may look at them."""
 
-    variable, reads_back, competes = True, True, True
+    variable, reads_back, competes, timed = True, True, True, True
 
     def lengths(self, admitted: np.ndarray, survival: np.ndarray, table: Any) -> np.ndarray:
         return admit_early_stop(survival, table, table.draft_ms or 0.0)
@@ -79,7 +80,7 @@ class EarlyStop(Policy):
 class Lagged(Policy):
     """The paper's capacity search on scores two cycles old; the device admits that many by current survival."""
 
-    rule, variable, skips, lagged, competes = "top_k", True, True, True, True
+    rule, variable, skips, lagged, competes, timed = "top_k", True, True, True, True, True
 
     def __init__(self, drafts: int) -> None:
         super().__init__(drafts)
@@ -167,11 +168,9 @@ def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list
     if mode == "threshold":
         if not drafter.has_confidence:
             raise ValueError("mode 'threshold' needs a drafter with a confidence head")
-    elif mode in ("lagged", "early_stop"):
-        lack = _lacking(config, drafter)
-        if lack:
-            notes.append(f"WARNING mode {mode} runs as fixed: {lack}")
-            mode = "fixed"
+    elif mode in ("lagged", "early_stop") and not drafter.has_confidence:
+        notes.append(f"WARNING mode {mode} runs as fixed: the drafter has no confidence head")
+        mode = "fixed"
     policies: dict[str, type[Policy]] = {
         "fixed": Policy,
         "threshold": Threshold,
@@ -182,14 +181,6 @@ def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list
     if policy.reads_back and config.overlap:
         notes.append(f"mode {mode} reads scores back before it verifies: cycles do not overlap")
     return mode, policy, notes
-
-
-def _lacking(config: EngineConfig, drafter: Any) -> str | None:
-    if not drafter.has_confidence:
-        return "the drafter has no confidence head"
-    if config.step_time is None:
-        return "there is no step-time table (step_time)"
-    return None
 
 
 def _drafts(config: EngineConfig, drafter: Any) -> int:

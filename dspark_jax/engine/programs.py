@@ -65,12 +65,15 @@ class Programs:
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty."""
         slots, cells = self._slots, self._buckets.cells
-        small = jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (slots, *np.shape(a))).copy(), self.idle())
-        state = small.replace(
+        state = self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
         )
         return self._place.put(state)
+
+    def _everywhere(self, values: DecodeState) -> DecodeState:
+        """The small arrays of all slots, alike."""
+        return jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (self._slots, *np.shape(a))).copy(), values)
 
     def idle(self) -> DecodeState:
         """The small arrays of an idle slot. Its temperature is 0: a greedy row lets the others skip what only
@@ -144,6 +147,28 @@ class Programs:
     def plain(self, state: DecodeState, key: Key) -> tuple[DecodeState, Array]:
         """One token for every active slot; the packed commit is ``[R, 6]``."""
         return self._run(key, state)
+
+    # Measuring
+
+    def rehearse(self, key: Key, state: DecodeState) -> tuple[DecodeState, float]:
+        """Runs a draft, verify or plain program in full use: every slot samples, the context is full, as many drafts
+        are admitted as fit. Returns the state, and the seconds it took. ``rest`` makes the state idle again."""
+        busy = self._small(1, False, 2**30, 1.0, 0, 1.0, 0.0, ())
+        length = np.int32(max(key.context - self._buckets.width - 1, 0))
+        small = self._place.put(self._everywhere(busy.replace(length=length, active=np.bool_(True))))
+        state = small.replace(target=state.target, draft=state.draft)
+        arguments = list(self._example(key, state))
+        if key.kind == "verify":
+            rows = np.arange(key.slots)
+            arguments[2] = (key.tokens // key.slots - 1 + (rows < key.tokens % key.slots)).astype(np.int32)
+        jax.block_until_ready(arguments)
+        out, seconds = _timed(lambda: jax.block_until_ready(self._run(key, *arguments)))
+        return (state if key.kind == "draft" else out[0]), seconds
+
+    def rest(self, state: DecodeState) -> DecodeState:
+        """All slots idle; the caches stay as they are."""
+        small = self._place.put(self._everywhere(self.idle()))
+        return small.replace(target=state.target, draft=state.draft)
 
     # Compilation
 

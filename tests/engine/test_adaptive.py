@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
 from dspark_jax.engine.policy import EarlyStop, Lagged
 from dspark_jax.engine.slots import claim_seed
+from dspark_jax.engine.step_times import StepTimes
 from dspark_jax.schedule import StepTimeTable, admit_early_stop
 from tests.engine.cases import BLOCK, Models, engine_config, expected, fresh, random_requests, run_all, step_times
 
@@ -62,8 +62,7 @@ def test_equal_seeds_that_compete_are_told_apart(lagged_engine: Engine) -> None:
 def test_a_cycle_without_drafts_runs_the_plain_program(lagged_engine: Engine, models: Models, monkeypatch: Any) -> None:
     """Where drafts never pay the engine decodes plainly, and probes now and then."""
     engine = as_new(lagged_engine)
-    steep = dataclasses.replace(engine.config, step_time=step_times(slope=50.0))
-    monkeypatch.setattr(engine, "config", steep)
+    monkeypatch.setattr(engine, "_times", StepTimes(step_times(slope=50.0), measured=False))
     requests = random_requests(4, seed=3, verification="coupled", max_new_tokens=16)
     before = engine.counters()
     got = run_all(engine, requests)
