@@ -33,6 +33,8 @@ class EngineConfig:
         profile_seconds: budget of that measurement.
         profile_dir: where measured tables are kept for the next start; None: the user's cache directory; "": they
             are not.
+        min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
+        speed_floor: tokens per second that adaptive modes try to keep for every request (0: none).
         overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
         prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
         slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
@@ -53,6 +55,8 @@ class EngineConfig:
     step_time: Any = None
     profile_seconds: float = 15.0
     profile_dir: str | None = None
+    min_gain: float = 0.0
+    speed_floor: float = 0.0
     overlap: bool = True
     prefill_buckets: tuple[int, ...] | None = None
     slot_buckets: tuple[int, ...] | None = None
@@ -74,8 +78,9 @@ class EngineConfig:
         _require_choice("verification", self.verification, RULES)
         if not 0.0 <= float(self.confidence_threshold) <= 1.0:
             raise ValueError(f"confidence_threshold must lie in [0, 1], found {self.confidence_threshold}")
-        if not 0.0 <= float(self.profile_seconds) < math.inf:
-            raise ValueError(f"profile_seconds must be a finite number >= 0, found {self.profile_seconds}")
+        for name in ("profile_seconds", "min_gain", "speed_floor"):
+            if not 0.0 <= float(getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
         for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
             values = getattr(self, name)
             if values is not None:

@@ -37,7 +37,7 @@ class Profile:
     Attributes:
         table: rows by slot bucket and context, monotone in tokens; ``draft_ms`` is the draft's.
         seconds: it took. measured, programs: how many of the programs were measured.
-        held_out: measured programs that the check of the model left out of its fit.
+        held_out: programs that the model was checked against, each left out of the fit in its turn.
         worst_error: of the model there, relative.
         noise: median deviation / median of the noisiest program.
     """
@@ -54,7 +54,7 @@ class Profile:
         """For a start-up log; lines that begin with WARNING deserve attention."""
         found = [
             f"step times: {self.measured} of {self.programs} programs measured in {self.seconds:.1f} s; the additive "
-            f"model misses {self.held_out} held-out ones by at most {100 * self.worst_error:.0f} %"
+            f"model tells {self.held_out} held-out ones with an error of at most {100 * self.worst_error:.0f} %"
         ]
         if self.noise > NOISY:
             found.append(f"WARNING step times are noisy: rounds of one program differ by {100 * self.noise:.0f} %")
@@ -97,7 +97,7 @@ def profile(
             rounds.append(run(key))
     medians = {key: 1e3 * float(np.median(rounds)) for key, rounds in times.items()}
     noise = max(float(np.median(np.abs(np.array(r) / np.median(r) - 1.0))) for r in times.values())
-    error, held_out = _worst_error(medians, first, buckets)
+    error, held_out = _worst_error(medians, buckets)
     return Profile(
         table=_table(buckets, keys, medians, about),
         seconds=clock() - begin,
@@ -139,14 +139,17 @@ def _model(medians: Mapping[Key, float], kind: str, buckets: Buckets) -> Additiv
     return fit(*zip(*known, strict=True))
 
 
-def _worst_error(medians: Mapping[Key, float], first: Sequence[Key], buckets: Buckets) -> tuple[float, int]:
-    """Of a model of the corners alone, at the other programs that were measured; and how many they are."""
-    worst, others = 0.0, [key for key in medians if key not in first]
-    for kind in {key.kind for key in others}:
-        model = _model({key: medians[key] for key in first}, kind, buckets)
-        cells = [(*_place(key, buckets), medians[key]) for key in others if key.kind == kind]
-        worst = max(worst, model.worst_error(*zip(*cells, strict=True)))
-    return worst, len(others)
+def _worst_error(medians: Mapping[Key, float], buckets: Buckets) -> tuple[float, int]:
+    """Relative error of the model at programs that its fit left out, one at a time, and how many they were: those
+    whose number of tokens was also measured with other slots or another context."""
+    worst, held_out = 0.0, 0
+    for key, ms in medians.items():
+        tokens, cells = _place(key, buckets)
+        rest = {k: m for k, m in medians.items() if k != key and k.kind == key.kind}
+        if any(_place(k, buckets)[0] == tokens for k in rest):
+            held_out += 1
+            worst = max(worst, _model(rest, key.kind, buckets).worst_error([tokens], [cells], [ms]))
+    return worst, held_out
 
 
 def _table(
@@ -163,7 +166,7 @@ def _table(
         for context in buckets.contexts_of(slots):
             row = [k for k in keys if (k.slots, k.context) == (slots, context) and k.kind != "draft"]
             by_tokens = {key.tokens: ms(key) for key in sorted(row, key=lambda k: (k.tokens, k.kind == "plain"))}
-            draft = Key("draft", slots, 0, buckets.context_bucket(context))
+            draft = Key("draft", slots, 0, buckets.draft_context(context))
             rows.append(
                 StepTimeTable(
                     tokens=list(by_tokens),

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,22 @@ class StepTimes:
 
     def __init__(self, table: StepTimeTable, measured: bool) -> None:
         self.table, self.measured = table, measured
-        self._curves: dict[tuple[int, int, int], StepTimeTable] = {}
+        self._curves: dict[tuple[int, ...], StepTimeTable] = {}
 
-    def curve(self, requests: int, slots: int, context: int) -> StepTimeTable:
-        """Step times of a cycle for ``requests`` in a slot bucket, with ``context`` cache cells."""
-        if not self.measured:
-            return self.table.at(context, slots)
-        key = (requests, slots, context)
+    def curve(self, requests: int, slots: int, context: int, last: int) -> StepTimeTable:
+        """Step times of a cycle for ``requests`` in a slot bucket, with ``context`` cache cells, up to ``last``
+        tokens: those of its largest program."""
+        key = (requests, slots, context, last)
         if key not in self._curves:
             row = self.table.at(context, slots)
-            tokens = [int(t) for t in row.tokens]
-            # With one draft more than none the verify program runs, even where its tokens would fit the plain one.
-            tokens[0] = min(requests, tokens[0])
-            self._curves[key] = dataclasses.replace(row, tokens=tokens)
+            tokens, ms = row.tokens.tolist(), row.milliseconds.tolist()
+            if self.measured:
+                # With one draft more than none the verify program runs, even where its tokens would fit the plain one.
+                tokens[0] = min(requests, tokens[0])
+            if last < tokens[-1]:
+                kept = sum(t < last for t in tokens)
+                tokens, ms = [*tokens[:kept], last], [*ms[:kept], row.ms(last)]
+            self._curves[key] = dataclasses.replace(row, tokens=tokens, milliseconds=ms)
         return self._curves[key]
 
     def draft_ms(self, slots: int, context: int) -> float:
@@ -73,6 +76,19 @@ def _from_file(value: Any, here: Mapping[str, str]) -> StepTimes:
     if wrong:
         raise ValueError(f"step_time: {value} was not measured here: {'; '.join(wrong)}")
     return StepTimes(table, measured=bool(table.rows))
+
+
+def obtain(
+    measure: Callable[[], StepTimeTable], store: Store, progress: Callable[[str], None], anew: bool
+) -> StepTimes:
+    """The table kept from an earlier start, else (or ``anew``) one that is measured and kept."""
+    table = None if anew else store.load()
+    if table is None:
+        table = measure()
+        store.save(table)
+    else:
+        progress(f"step times: those of {store.path}")
+    return StepTimes(table, measured=True)
 
 
 class Store:

@@ -72,7 +72,7 @@ def test_every_program_is_measured_where_there_is_time() -> None:
             want += [milliseconds(Key("verify", slots, t, context)) for t in BUCKETS.tokens[slots]]
             assert got.milliseconds == pytest.approx(want)
             assert got.draft_ms == pytest.approx(milliseconds(Key("draft", slots, 0, context)))
-    assert found.held_out == len(KEYS) - len(corners(KEYS)) and found.worst_error < 1e-9
+    assert found.held_out == len(KEYS) and found.worst_error < 1e-9  # two contexts tell every number of tokens
     assert "WARNING" not in " ".join(found.lines())
 
 
@@ -98,13 +98,13 @@ def test_the_budget_ends_the_rounds() -> None:
 
 
 def test_a_model_that_fails_is_told() -> None:
-    """Four slots cost three times what the corners promise."""
+    """Four slots at the long context cost three times what the others promise."""
     machine = Machine()
     run = machine.run
-    machine.run = lambda key: run(key) * (3.0 if key.slots == 4 else 1.0)  # type: ignore[method-assign]
+    machine.run = lambda key: run(key) * (3.0 if (key.slots, key.context) == (4, 128) else 1.0)  # type: ignore[method-assign]
     found = machine.profile(budget_s=1e3)
-    assert found.worst_error == pytest.approx(2 / 3)
-    assert "at most 67 %" in found.lines()[0]
+    assert found.worst_error >= 2 / 3
+    assert f"at most {100 * found.worst_error:.0f} %" in found.lines()[0]
 
 
 def test_flat_and_noisy_tables_warn() -> None:
@@ -125,13 +125,15 @@ def test_flat_and_noisy_tables_warn() -> None:
 def test_a_measured_row_knows_that_one_draft_more_runs_the_verify_program() -> None:
     """Two requests in the four-slot bucket: no draft costs the plain step of four, one draft the verify step of 8."""
     times = StepTimes(Machine().profile(budget_s=1e3).table, measured=True)
-    curve = times.curve(2, 4, 100)
+    curve = times.curve(2, 4, 100, 16)
     assert curve.tokens.tolist() == [2, 8, 16]
     assert curve.ms(2) == pytest.approx(milliseconds(Key("plain", 4, 4, 128)))
     assert curve.ms(3) == pytest.approx(milliseconds(Key("verify", 4, 8, 128)))
     assert times.draft_ms(4, 64) == pytest.approx(milliseconds(Key("draft", 4, 0, 64)))
     as_given = StepTimes(times.table, measured=False)
-    assert as_given.curve(2, 4, 100) == times.table.at(100, 4)
+    assert as_given.curve(2, 4, 100, 16) == times.table.at(100, 4)
+    short = as_given.curve(2, 4, 100, 10)  # the largest program holds 10 tokens
+    assert short.tokens.tolist() == [4, 8, 10] and short.ms(10) == times.table.at(100, 4).ms(16)
 
 
 def borrowing(models: Models, programs: Engine, **changes: Any) -> Engine:
