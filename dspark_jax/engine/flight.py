@@ -47,7 +47,7 @@ class Flight:
     """A cycle, or the end of a prefill, that was dispatched and not yet read."""
 
     rows: tuple[Tenant | None, ...]  # owners at dispatch: slots may have changed hands since
-    packed: Array  # [R, W + 5], see ``steps.pack``
+    packed: Array  # [R, W + 6], see ``steps.pack``
     plan: Plan | None = None  # None: the end of a prefill
     key: Key | None = None  # program of the target's forward
     scheduled: int = 0  # drafts admitted over all rows

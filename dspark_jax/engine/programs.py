@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import cycle
+from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.engine import steps
 from dspark_jax.engine.buckets import Buckets, Key, Piece
 from dspark_jax.engine.placement import Placement
 from dspark_jax.engine.slots import Tenant
-from dspark_jax.sampling import SamplingRows
+from dspark_jax.sampling import sampling_row
 from dspark_jax.types import EMPTY, Array
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,13 @@ class Programs:
         return jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (self._slots, *np.shape(a))).copy(), values)
 
     def idle(self) -> DecodeState:
-        """The small arrays of an idle slot. Its temperature is 0: a greedy row lets the others skip what only
-        sampling needs, and nothing is ever divided by it."""
+        """The small arrays of an idle slot.
+
+        Its temperature is 0, so that a batch of greedy requests skips the noise although slots are idle: the tests
+        for that ask *all* rows. Nothing divides by it (``log_probs`` takes 1 for greedy rows), every row reads its
+        own settings only, and padding tokens those of a row whose results are dropped. So no value here could reach a
+        real row; tests/law/test_layouts.py tries wild ones at temperature > 0.
+        """
         return self._small(0, False, 0, 0.0, 0, 1.0, 0.0, ())
 
     def values(self, tenant: Tenant) -> DecodeState:
@@ -107,7 +113,6 @@ class Programs:
     ) -> DecodeState:
         stop_ids = np.full(self._stop_ids, EMPTY, np.int32)
         stop_ids[: len(stops)] = stops
-        sampling: Any = SamplingRows  # numpy scalars in place of arrays
         values: dict[str, Any] = {
             "length": np.int32(0),
             "anchor": np.int32(0),
@@ -117,9 +122,7 @@ class Programs:
             "coupled": np.bool_(coupled),
             "remaining": np.int32(remaining),
             "stop_ids": stop_ids,
-            "sampling": sampling(
-                np.float32(temperature), np.int32(min(top_k, 2**31 - 1)), np.float32(top_p), np.float32(min_p)
-            ),
+            "sampling": sampling_row(Sampling(temperature, top_k, top_p, min_p)),
         }
         return DecodeState(**values, rule=None, target=None, draft=None)
 
@@ -134,7 +137,7 @@ class Programs:
     def prefill(
         self, state: DecodeState, slot: int | None, piece: Piece, prompt: Sequence[int], last: bool
     ) -> tuple[DecodeState, Array]:
-        """A piece of ``prompt``; the packed commit ``[1, 6]`` holds the first token where it is the ``last``."""
+        """A piece of ``prompt``; the packed commit ``[1, 7]`` holds the first token where it is the ``last``."""
         tokens = np.zeros((1, piece.size), np.int32)
         tokens[0, : piece.count] = prompt[piece.start : piece.start + piece.count]
         count, final = np.array([piece.count], np.int32), np.array([last])
@@ -151,11 +154,11 @@ class Programs:
     def verify(
         self, state: DecodeState, key: Key, proposal: Proposal, admitted: Array | np.ndarray
     ) -> tuple[DecodeState, Array]:
-        """The packed commit is ``[R, W + 5]``."""
+        """The packed commit is ``[R, W + 6]``."""
         return self._run(key, state, proposal, admitted)
 
     def plain(self, state: DecodeState, key: Key, held: np.ndarray) -> tuple[DecodeState, Array]:
-        """One token for every active slot; the packed commit is ``[R, 6]``. ``held [R]``: tokens that the drafter has
+        """One token for every active slot; the packed commit is ``[R, 7]``. ``held [R]``: tokens that the drafter has
         not absorbed."""
         return self._run(key, state, held)
 

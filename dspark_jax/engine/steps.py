@@ -41,19 +41,20 @@ class Emitted(NamedTuple):
     offered: np.ndarray  # [R]
     finished: np.ndarray  # [R] bool
     stopped: np.ndarray  # [R] bool
+    failed: np.ndarray  # [R] bool
 
 
 def pack(commit: Commit) -> Array:
-    """``[R, W + 5]`` int32."""
-    columns = (commit.count, commit.accepted, commit.offered, commit.finished, commit.stopped)
+    """``[R, W + 6]`` int32."""
+    columns = (commit.count, commit.accepted, commit.offered, commit.finished, commit.stopped, commit.failed)
     return jnp.concatenate([commit.tokens, jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)], axis=1)
 
 
 def unpack(packed: Array) -> Emitted:
     """Waits for the device."""
     host = np.asarray(packed)
-    count, accepted, offered, finished, stopped = host[:, -5:].T
-    return Emitted(host[:, :-5], count, accepted, offered, finished != 0, stopped != 0)
+    count, accepted, offered, finished, stopped, failed = host[:, -6:].T
+    return Emitted(host[:, :-6], count, accepted, offered, finished != 0, stopped != 0, failed != 0)
 
 
 def prefill(
@@ -109,7 +110,8 @@ def draft(
         logits = proposal.confidence_logits
         conditional = jax.nn.sigmoid(logits / calibration.astype(logits.dtype)).astype(jnp.float32)
     place = jnp.arange(drafts)[None, :]
-    survival = survival_device(conditional)
+    # A confidence that is no number is none at all, and must not reach those the row competes with.
+    survival = survival_device(jnp.nan_to_num(conditional, nan=0.0))
     survival = jnp.where((place < room[:, None]) & (least[:, None] >= 0), survival, 0.0)
     if rule == "top_k":
         # 2 is above every probability. Who comes first for this reason is known before any token is drawn.

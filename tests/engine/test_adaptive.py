@@ -249,7 +249,7 @@ def test_regretted_drafts_are_those_the_text_repeats() -> None:
 
     def cycle(drafts: list[int], emitted: list[int], accepted: int, offered: int) -> float:
         flight = Flight((tenant,), None, plan, tokens=jnp.array([drafts]))  # type: ignore[arg-type]
-        out = Emitted(np.array([emitted]), *(np.array([n]) for n in (len(emitted), accepted, offered, 0, 0)))
+        out = Emitted(np.array([emitted]), *(np.array([n]) for n in (len(emitted), accepted, offered, 0, 0, 0)))
         tenant.tokens += emitted
         reports.regret(tenant, flight, out, 0)
         return counters.counts["regretted"]

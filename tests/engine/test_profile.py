@@ -172,7 +172,7 @@ def test_an_engine_measures_once_and_a_second_one_takes_what_was_kept(
         borrowing(models, lagged_engine, **again).warmup(lines.append)
         assert note in lines[0] and len(list(tmp_path.iterdir())) == files
     engine.measure_step_times(lines.append)
-    assert "programs measured" in lines[-1]
+    assert any("programs measured" in line for line in lines[1:])
     with pytest.raises(ValueError, match="mode fixed does not decide by step times"):
         Engine(*models, engine_config()).measure_step_times()
 
