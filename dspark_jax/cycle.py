@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.base import DrafterModel, Proposal
+from dspark_jax.kv_cache import write_rows
 from dspark_jax.layout import Layout, dense_layout, ragged_layout
 from dspark_jax.logit_rule import LogitRule
 from dspark_jax.noise import DRAFT, HASH_NOISE, Noise, NoiseKey
@@ -47,6 +48,14 @@ class TargetModel(Protocol):
     def unembed(self, hidden: Array) -> Array: ...
 
 
+class Ring(flax.struct.PyTreeNode):
+    """Tokens of cycles without drafts, and their tapped states: a drafter that is not asked does not work. They are
+    absorbed in one go when drafting resumes. Who drives the cycle counts how many of a slot's N places are taken."""
+
+    features: Array  # [S, 1, N, m * d]
+    tokens: Array  # [S, 1, N, 1] int32
+
+
 class DecodeState(flax.struct.PyTreeNode):
     """Everything that decoding remembers of its slots. Invariant: the anchor sits at position ``length``, in no
     cache yet."""
@@ -63,6 +72,15 @@ class DecodeState(flax.struct.PyTreeNode):
     rule: PyTree  # state of the logit rule, rows first; None without one
     target: Any  # target cache
     draft: Any  # drafter state, None without a drafter
+    ring: Any = None  # Ring, None where every cycle absorbs at once
+
+    def small(self) -> DecodeState:
+        """The arrays of one entry a slot, without the caches."""
+        return self.replace(target=None, draft=None, ring=None)
+
+    def with_caches(self, other: DecodeState) -> DecodeState:
+        """These small arrays, and the caches of ``other``."""
+        return self.replace(target=other.target, draft=other.draft, ring=other.ring)
 
 
 class Static(flax.struct.PyTreeNode):
@@ -74,8 +92,7 @@ class Static(flax.struct.PyTreeNode):
 
 def _take(state: DecodeState, rows: int) -> DecodeState:
     """The small arrays of the lowest ``rows`` slots; caches are left whole (a slice would copy them)."""
-    small = state.replace(target=None, draft=None)
-    return jax.tree.map(lambda a: a[:rows], small)
+    return jax.tree.map(lambda a: a[:rows], state.small())
 
 
 def _row_keys(view: DecodeState) -> RowKeys:
@@ -144,6 +161,7 @@ def step(
     width: int | None = None,
     tokens: int | None = None,
     context: int | None = None,
+    held: Array | None = None,
     static: Static = Static(),  # noqa: B008 - frozen
 ) -> tuple[DecodeState, Commit]:
     """Verifies the admitted drafts, accepts, commits and absorbs: the second half of a cycle.
@@ -156,6 +174,8 @@ def step(
         tokens: flat tokens T of the target's forward (static; None: rows * width, no flattening).
             ``sum(active * (1 + admitted)) <= tokens`` is the caller's duty.
         context: cells of the caches to attend to (static; None: all).
+        held: ``[R]`` tokens of each row that wait in the ring; without a proposal the cycle's own token joins them
+            there, and the drafter does nothing. None: it absorbs at once.
     """
     state, result, _, _ = step_with_law(
         target,
@@ -167,6 +187,7 @@ def step(
         width=width,
         tokens=tokens,
         context=context,
+        held=held,
         static=static,
     )
     return state, result
@@ -183,6 +204,7 @@ def step_with_law(
     width: int | None = None,
     tokens: int | None = None,
     context: int | None = None,
+    held: Array | None = None,
     static: Static = Static(),  # noqa: B008 - frozen
 ) -> tuple[DecodeState, Commit, Array, Layout]:
     """``step``, and what it compared the drafts with: log-probabilities ``[T, V]`` of the target's sampled distribution
@@ -206,12 +228,67 @@ def step_with_law(
         log_p = _target_log_probs(view, logits, drafted, layout, static)
         verdict = _verdict(drafter, view, log_p, layout, proposal, admitted, static)
         result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids, log_p, layout)
-    draft_state = state.draft
-    if drafter is not None:
+    draft_state, ring = state.draft, state.ring
+    if drafter is not None and held is not None:
+        ring = _hold(ring, features, flat, held)
+    elif drafter is not None:
         draft_state = drafter.absorb(state.draft, features, layout)
     new = _advance(view, verdict, result, static)
-    state = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.replace(target=None, draft=None), new)
-    return state.replace(target=cache, draft=draft_state), result, log_p, layout
+    small = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.small(), new)
+    return small.replace(target=cache, draft=draft_state, ring=ring), result, log_p, layout
+
+
+def init_ring(target: TargetModel, drafter: DrafterModel, slots: int, places: int) -> Ring:
+    """An empty ring. Its width and dtype are those of the tapped states."""
+
+    def features() -> Array:
+        one = jnp.zeros(1, jnp.int32)
+        layout = dense_layout(one, one, 1)
+        return target.forward(one, layout, target.init_cache(1, 2), taps=drafter.taps, context=None)[1]
+
+    tapped = jax.eval_shape(features)
+    cells = (slots, 1, places)
+    return Ring(jnp.zeros((*cells, tapped.shape[-1]), tapped.dtype), jnp.zeros((*cells, 1), jnp.int32))
+
+
+def _hold(ring: Ring, features: Array, tokens: Array, held: Array) -> Ring:
+    """Puts one token a row behind the ``held [R]`` ones that wait."""
+    layout = dense_layout(held, jnp.ones_like(held), 1)
+    return Ring(
+        write_rows(ring.features, features[:, None, None, :], layout),
+        write_rows(ring.tokens, tokens[:, None, None, None], layout),
+    )
+
+
+def absorb_held(
+    drafter: DrafterModel, state: DecodeState, held: Array, *, width: int, first_slot: Array | int = 0
+) -> DecodeState:
+    """The drafter catches up with the cycles that it was not asked in.
+
+    Args:
+        held: ``[R]`` tokens that wait in the ring: the last ones of the slots from ``first_slot`` on.
+        width: tokens of a row absorbed at once (static), N a multiple of it; so many cells behind a row's last one
+            must be free, as in a cycle that drafts.
+    """
+    rows = held.shape[0]
+    at = jnp.asarray(first_slot, jnp.int32)
+    length = jax.lax.dynamic_slice_in_dim(state.length, at, rows, 0)
+    zero = jnp.zeros((), jnp.int32)
+
+    def absorb(i: Array, draft_state: Any) -> Any:
+        done = (i * width).astype(jnp.int32)
+        count = jnp.clip(held - done, 0, width)
+        # Rows that are done write garbage behind their last token, like every short row.
+        layout = dense_layout(jnp.minimum(length - held + done, length), count, width, at)
+        size = (rows, 1, width)
+        features = jax.lax.dynamic_slice(
+            state.ring.features, (at, zero, done, zero), (*size, state.ring.features.shape[-1])
+        )
+        return drafter.absorb(draft_state, features.reshape(rows * width, -1), layout)
+
+    with jax.named_scope("absorb_held"):
+        chunks = (jnp.max(held) + width - 1) // width
+        return state.replace(draft=jax.lax.fori_loop(0, chunks, absorb, state.draft))
 
 
 def _target_log_probs(view: DecodeState, logits: Array, drafted: Array, layout: Layout, static: Static) -> Array:
@@ -289,7 +366,7 @@ def prefill(
     """
     rows, width = tokens.shape
     at = jnp.asarray(first_slot, jnp.int32)
-    small = state.replace(target=None, draft=None)
+    small = state.small()
     view = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, rows, 0), small)
     layout = dense_layout(view.length, count, width, at)
     taps = drafter.taps if drafter is not None else ()
@@ -314,5 +391,5 @@ def prefill(
     view = advanced.replace(
         length=length, active=jnp.where(last, advanced.active, view.active), anchor=jnp.where(last, token, view.anchor)
     )
-    state = jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0), small, view)
-    return state.replace(target=cache, draft=draft_state), result
+    small = jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0), small, view)
+    return small.replace(target=cache, draft=draft_state, ring=state.ring), result

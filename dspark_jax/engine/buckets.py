@@ -12,6 +12,9 @@ from collections.abc import Mapping
 
 from dspark_jax.engine.config import EngineConfig
 
+RING = 64
+"""Tokens that a slot may hold back from the drafter: those of the longest wait for a probe."""
+
 CELL_MULTIPLE = 16
 """Cache lengths are rounded up to it, so that rows of cells start aligned."""
 
@@ -20,7 +23,7 @@ CELL_MULTIPLE = 16
 class Key:
     """One program. Fields that a kind does not have are 0."""
 
-    kind: str  # admit | move | prefill | draft | verify | plain
+    kind: str  # admit | move | absorb | prefill | draft | verify | plain
     slots: int = 0
     tokens: int = 0  # flat tokens of the target's forward
     context: int = 0  # cache cells read
@@ -48,9 +51,16 @@ class Buckets:
     contexts: tuple[int, ...]
     single: tuple[int, ...]  # finer contexts, for the target's forwards of the smallest slot bucket only
     prefill: tuple[int, ...]
-    tokens: Mapping[int, tuple[int, ...]]  # verify sizes of each slot bucket, the last one holds whole blocks
+    tokens: Mapping[int, tuple[int, ...]]  # verify sizes of each slot bucket; see ``most_drafts``
     drafts: int  # drafts a block; 0 without a drafter
     skips: bool  # cycles without drafts occur
+    absorb_rows: int = 1  # slots that catch up in one program
+    draft_contexts: tuple[int, ...] = ()  # (): those of the target
+
+    @property
+    def ring(self) -> int:
+        """N: places of a slot's ring, whole blocks."""
+        return -(-RING // self.width) * self.width
 
     @property
     def cells(self) -> int:
@@ -66,8 +76,11 @@ class Buckets:
         return _at_least(self.slots, slots, "slots")
 
     def context_bucket(self, cells: int, slots: int = 0) -> int:
-        """Of the target's forwards in slot bucket ``slots``; 0: of drafts and prompts."""
+        """Of the target's forwards in slot bucket ``slots``; 0: of prompts."""
         return _at_least(self.contexts_of(slots), cells, "cache cells")
+
+    def draft_context(self, cells: int) -> int:
+        return _at_least(self.draft_contexts or self.contexts, cells, "cache cells")
 
     def contexts_of(self, slots: int) -> tuple[int, ...]:
         return self.single + self.contexts if slots == self.slots[0] else self.contexts
@@ -75,6 +88,10 @@ class Buckets:
     def token_bucket(self, slots: int, tokens: int) -> int:
         """Of slot bucket ``slots``."""
         return _at_least(self.tokens[slots], tokens, "flat tokens")
+
+    def most_drafts(self, slots: int, requests: int) -> int:
+        """Drafts that one forward can verify. Whole blocks always fit unless lengths are chosen by what they cost."""
+        return self.tokens[slots][-1] - requests
 
     def pieces(self, length: int) -> list[Piece]:
         """How a prompt is run: whole pieces of the largest size, then the smallest that holds the rest."""
@@ -88,10 +105,11 @@ class Buckets:
     def keys(self, longest_prompt: int) -> list[Key]:
         """Every program that can be needed, cheap ones first."""
         found = [Key("admit")] + ([Key("move")] if len(self.slots) > 1 else [])
+        found += [Key("absorb", self.absorb_rows)] if self.drafts and self.skips else []
         found += [Key("prefill", 0, size, context) for size, context in _prefill_shapes(self, longest_prompt)]
         for slots in self.slots:
             if self.drafts:
-                found += [Key("draft", slots, 0, context) for context in self.contexts]
+                found += [Key("draft", slots, 0, context) for context in self.draft_contexts or self.contexts]
             for context in self.contexts_of(slots):
                 if self.drafts == 0 or self.skips:
                     found.append(Key("plain", slots, slots, context))
@@ -121,7 +139,14 @@ def _prefill_shapes(buckets: Buckets, longest_prompt: int) -> list[tuple[int, in
 
 
 def plan_buckets(
-    config: EngineConfig, *, window: int, drafts: int, variable: bool, skips: bool, budget: int
+    config: EngineConfig,
+    *,
+    window: int,
+    drafts: int,
+    variable: bool,
+    skips: bool,
+    budget: int,
+    absorb_rows: int = 1,
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -132,6 +157,7 @@ def plan_buckets(
         skips: cycles without drafts occur.
         budget: programs allowed, where the configuration leaves a choice. The programs that one slot bucket
             and one context need are made in any case.
+        absorb_rows: slots that catch up with skipped drafts in one program.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -140,15 +166,22 @@ def plan_buckets(
     single = (256,) if window >= 512 and config.context_buckets is None else ()
     slots = _slots(config)
 
+    draft_contexts: tuple[int, ...] = ()
+
     def build(slots: tuple[int, ...], contexts: tuple[int, ...], wanted: int) -> Buckets:
         tokens = {s: _tokens(config, s, previous, drafts, variable, skips, wanted) for previous, s in _pairs(slots)}
-        return Buckets(slots, contexts, single, prefill, tokens, drafts, skips)
+        return Buckets(slots, contexts, single, prefill, tokens, drafts, skips, absorb_rows, draft_contexts)
 
     def size(buckets: Buckets) -> int:
         return len(buckets.keys(window - 1))
 
-    least = 2 if variable else 1  # verify sizes a slot bucket needs, or an adaptive mode has nothing to choose
+    # Verify sizes a slot bucket needs, or a mode that chooses lengths has nothing to choose: none, one or many.
+    least = 2 if variable and not skips else 1
     found = build(slots, contexts, least)
+    if size(found) > budget and skips:
+        # A draft reads few layers, so a long context costs it little; no program for it is one for many requests.
+        single, draft_contexts = (), contexts[-1:]
+        found = build(slots, contexts, least)
     while size(found) > budget and config.slot_buckets is None and len(slots) > 2:
         slots = _thinned(slots)
         found = build(slots, contexts, least)
@@ -157,6 +190,7 @@ def plan_buckets(
         found = build(slots, contexts, least)
     while size(found) > budget and config.context_buckets is None and len(contexts) > 1:
         contexts = contexts[1:]
+        draft_contexts = draft_contexts and contexts[-1:]
         found = build(slots, contexts, least)
     # What is left of the budget goes into finer verify sizes.
     for wanted in range(least + 1, 9):
@@ -168,8 +202,9 @@ def plan_buckets(
 
 
 def _partly_finer(found: Buckets, finer: Buckets, budget: int, window: int) -> Buckets:
-    """The finer verify sizes for as many slot buckets as the budget allows, the largest first."""
-    for slots in reversed(found.slots):
+    """The finer verify sizes for as many slot buckets as the budget allows, the largest first; where lengths are
+    chosen the smallest first: there drafts pay most."""
+    for slots in found.slots if found.skips else reversed(found.slots):
         trial = dataclasses.replace(found, tokens={**found.tokens, slots: finer.tokens[slots]})
         if len(trial.keys(window - 1)) > budget:
             break
@@ -215,7 +250,8 @@ def _thinned(slots: tuple[int, ...]) -> tuple[int, ...]:
 def _tokens(
     config: EngineConfig, slots: int, previous: int, drafts: int, variable: bool, skips: bool, wanted: int
 ) -> tuple[int, ...]:
-    """Verify sizes of a slot bucket that serves more than ``previous`` requests: ``wanted`` of them at most."""
+    """Verify sizes of a slot bucket that serves more than ``previous`` requests: ``wanted`` of them at most. With the
+    step without drafts beside them a single one is half a block, else the last one holds whole blocks."""
     if drafts == 0:
         return ()
     whole = slots * (drafts + 1)
@@ -224,6 +260,8 @@ def _tokens(
     if variable:
         low = slots + 1 if skips else slots
         # Spread evenly on a logarithmic scale: the price of a step grows with the ratio.
+        if skips and wanted == 1:
+            return (round((low * whole) ** 0.5),)
         sizes = [round(low * (whole / low) ** (i / wanted)) for i in range(1, wanted + 1)]
         return tuple(sorted({*sizes, whole}))
     # At fixed length a forward holds whole blocks of previous + 1 .. slots requests.

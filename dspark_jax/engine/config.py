@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 MODES = ("fixed", "threshold", "early_stop", "lagged", "current", "none")
@@ -21,13 +22,19 @@ class EngineConfig:
     Attributes:
         max_num_seqs: S, requests decoded at once; further ones wait.
         max_model_len: tokens of a request, prompt included. A target with a smaller window sets the limit.
-        mode: one of ``MODES``. One that cannot run (no drafter, no confidence head, no step times) falls back
-            to a simpler one, and ``Engine.notes`` says so.
+        mode: one of ``MODES``. One that cannot run (no drafter, no confidence head) falls back to a simpler one,
+            and ``Engine.notes`` says so.
         num_speculative_tokens: drafts a block; None: the drafter's own block.
         verification: rule of requests that name none and bring no seed.
         confidence_threshold: of mode ``threshold``, compared with the raw sigmoid of the confidence logit.
         calibration: a Calibration or CalibrationTables; None: the drafter's own if it has one.
-        step_time: a StepTimeTable, taken as given.
+        step_time: a StepTimeTable, taken as given, or the path of one, which must be of this machine and model.
+            None: the adaptive modes measure their own at start-up (``Engine.warmup``).
+        profile_seconds: budget of that measurement.
+        profile_dir: where measured tables are kept for the next start; None: the user's cache directory; "": they
+            are not.
+        min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
+        speed_floor: tokens per second that adaptive modes try to keep for every request (0: none).
         overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
         prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
         slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
@@ -46,6 +53,10 @@ class EngineConfig:
     confidence_threshold: float = 0.0
     calibration: Any = None
     step_time: Any = None
+    profile_seconds: float = 15.0
+    profile_dir: str | None = None
+    min_gain: float = 0.0
+    speed_floor: float = 0.0
     overlap: bool = True
     prefill_buckets: tuple[int, ...] | None = None
     slot_buckets: tuple[int, ...] | None = None
@@ -67,6 +78,9 @@ class EngineConfig:
         _require_choice("verification", self.verification, RULES)
         if not 0.0 <= float(self.confidence_threshold) <= 1.0:
             raise ValueError(f"confidence_threshold must lie in [0, 1], found {self.confidence_threshold}")
+        for name in ("profile_seconds", "min_gain", "speed_floor"):
+            if not 0.0 <= float(getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
         for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
             values = getattr(self, name)
             if values is not None:

@@ -19,12 +19,20 @@ NAMES = (
     "prefill_padding_tokens",
     "cycles",
     "drafted",
-    "offered",
+    "scheduled",  # drafts admitted to a forward
+    "offered",  # of those the ones of requests that were still at work
+    "trimmed",  # drafted and not offered
+    "regretted",  # trimmed, and then emitted at their place
     "accepted",
     "committed",
     "tokens_computed",  # flat tokens of the decoding forwards, padding included
     "padding_tokens",
     "skipped_drafts",  # requests in cycles without drafts
+    "probes",  # cycles of a skipping engine that drafted to look again
+    "fallback_cycles",  # of mode current that did as lagged
+    "absorbed_later",  # tokens that the drafter absorbed when drafting resumed
+    "predicted_milliseconds",  # of the cycles that were measured too
+    "measured_milliseconds",
     "moves",
 )
 
@@ -33,10 +41,11 @@ class Counters:
     """Numbers that only grow, and how often each decoding program ran."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, float] = dict.fromkeys(NAMES, 0)
         self.buckets: Counter[str] = Counter()
+        self.budgets: Counter[str] = Counter()  # requests by the drafts verified for them in a cycle
 
-    def add(self, name: str, number: int = 1) -> None:
+    def add(self, name: str, number: float = 1) -> None:
         self.counts[name] += number
 
     def prefill(self, piece: Piece) -> None:
@@ -57,5 +66,5 @@ class Counters:
         self.add("accepted", int(out.accepted[row]))
 
     def snapshot(self) -> dict[str, Any]:
-        """Every number by name; ``buckets`` is a mapping itself."""
-        return {**{name: self.counts[name] for name in NAMES}, "buckets": dict(self.buckets)}
+        """Every number by name; ``buckets`` and ``budgets`` are mappings themselves."""
+        return {**self.counts, "buckets": dict(self.buckets), "budgets": dict(self.budgets)}

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
+from dspark_jax.engine.buckets import Key
+from dspark_jax.engine.policy import OUTSIDE, Decision
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.types import Array
 
@@ -15,16 +19,27 @@ class Plan:
 
     cycle: int
     rows: tuple[Tenant | None, ...]  # of the slot bucket; None where nobody works
-    drafts: int  # to admit over all rows; 0: the cycle drafts nothing
+    decision: Decision  # its entries are those of ``working``
     slots: int
     context: int  # cache cells that the target's forward reads
     draft_context: int
-    table: Any  # step times at these slots and this context, or None
 
     @property
     def working(self) -> list[Tenant]:
         """Requests this cycle works for."""
         return [tenant for tenant in self.rows if tenant is not None]
+
+    @property
+    def places(self) -> list[int]:
+        """Their rows."""
+        return [row for row, tenant in enumerate(self.rows) if tenant is not None]
+
+    @property
+    def least(self) -> np.ndarray:
+        """``[R]`` the decision's ``least`` by row; idle rows get no drafts."""
+        least = np.full(self.slots, OUTSIDE, np.int32)
+        least[self.places] = self.decision.least
+        return least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,5 +48,14 @@ class Flight:
 
     rows: tuple[Tenant | None, ...]  # owners at dispatch: slots may have changed hands since
     packed: Array  # [R, W + 6], see ``steps.pack``
-    cycle: int | None = None  # None: the end of a prefill
+    plan: Plan | None = None  # None: the end of a prefill
+    key: Key | None = None  # program of the target's forward
+    scheduled: int = 0  # drafts admitted over all rows
     survival: Array | None = None  # [R, G] of a cycle that drafted
+    tokens: Array | None = None  # [R, G] its drafts
+    began: float = 0.0  # seconds, at the first dispatch of the cycle
+    alone: bool = True  # nothing but the cycle's own programs ran since the cycle before
+
+    def arrays(self) -> list[Any]:
+        """What the host will read."""
+        return [a for a in (self.packed, self.survival, self.tokens) if a is not None]

@@ -7,8 +7,10 @@ decide who still works. One thread uses an engine.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,17 +19,19 @@ import numpy as np
 from dspark_jax.cycle import Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel
 from dspark_jax.engine import steps
-from dspark_jax.engine.buckets import Key, plan_buckets
+from dspark_jax.engine.buckets import Key
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
-from dspark_jax.engine.policy import Temperatures, choose_policy
-from dspark_jax.engine.programs import Programs
+from dspark_jax.engine.ground import Ground
+from dspark_jax.engine.policy import OUTSIDE
+from dspark_jax.engine.report import Reports, Watcher
 from dspark_jax.engine.request import Event, Request, Result, check
 from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+from dspark_jax.schedule import StepTimeTable
 
 
-class Engine:
+class Engine(Ground):
     """Decodes many requests at once.
 
     Args:
@@ -52,52 +56,25 @@ class Engine:
         *,
         static: Static | None = None,
     ) -> None:
-        self.config = config = EngineConfig() if config is None else config
+        super().__init__(target, drafter, config, static=static)
+        config = self.config
         self.overlap = config.overlap
-        self.mode, self._policy, self.notes = choose_policy(config, drafter)
-        self.window = min(config.max_model_len, target.max_positions)
-        if self.window < config.max_model_len:
-            self.notes.append(f"max_model_len {config.max_model_len} is cut to the target's window of {self.window}")
-        drafter = None if self.mode == "none" else drafter
-        self._vocab_size = getattr(target, "vocab_size", None)
-        own = getattr(drafter, "calibration", None)
-        self._temperatures = Temperatures(
-            own if config.calibration is None else config.calibration, self._policy.drafts
-        )
-        budget = config.max_programs or (24 if jax.default_backend() == "cpu" else 64)
-        self.buckets = plan_buckets(
-            config,
-            window=self.window,
-            drafts=self._policy.drafts,
-            variable=self._policy.variable,
-            skips=self._policy.skips,
-            budget=budget,
-        )
-        self._check_step_time()
-        self._programs = Programs(
-            target,
-            drafter,
-            self.buckets,
-            slots=config.max_num_seqs,
-            stop_ids=config.max_stop_token_ids,
-            rule=self._policy.rule,
-            max_positions=target.max_positions,
-            static=Static() if static is None else static,
-        )
         self._fresh_seeds = np.random.default_rng(config.seed)
         self._ids = 0
         self._counters = Counters()
+        self._reports = Reports(self._counters, self._policy.drafts)
         self.reset()
 
     def reset(self) -> None:
         """Forgets all requests and makes the device's state anew."""
-        self._state: Any = None  # frees the old one first
+        self._state = None  # frees the old one first
         self._waiting: deque[Tenant] = deque()
         self._slots = Slots(self.config.max_num_seqs)
         self._cancelled: list[Tenant] = []
         self._flights: deque[Flight] = deque()
         self._events: dict[int, Event] = {}
         self._cycle = 0
+        self._alone = False  # only cycles ran since the last one
         self._error: BaseException | None = None
         self._state = self._programs.init_state()
 
@@ -142,7 +119,10 @@ class Engine:
         if self._error is not None:
             raise RuntimeError("an earlier step failed; call reset() first") from self._error
         try:
+            if self._policy.timed and self._times is None:  # nobody called warmup()
+                self.prepare(lambda line: None)
             self._admit()
+            self._began = time.perf_counter()
             plan = self._choose()
             draft = self._draft(plan)
             self._verify(plan, draft)
@@ -162,20 +142,40 @@ class Engine:
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles every program and runs each once; a line each goes to ``progress``. A program compiled after
-        this is counted (``late_compiles``) and logged.
+        this is counted (``late_compiles``) and logged. An adaptive mode without step times measures them, or takes
+        those kept from an earlier start.
 
         Raises:
             RuntimeError: requests are at work.
         """
+        self._idle("warmup()")
+        self.prepare(progress or (lambda line: None))
+
+    def measure_step_times(self, progress: Callable[[str], None] | None = None) -> StepTimeTable:
+        """``warmup``, with step times measured anew and kept for the next start, whatever there was.
+
+        Raises:
+            ValueError: the mode does not decide by step times.
+            RuntimeError: requests are at work.
+        """
+        self._idle("measure_step_times()")
+        if not self._policy.timed:
+            raise ValueError(f"mode {self.mode} does not decide by step times")
+        self.prepare(progress or (lambda line: None), anew=True)
+        return self._times.table  # type: ignore[union-attr]
+
+    def _idle(self, what: str) -> None:
         if self.has_work():
-            raise RuntimeError("warmup() needs an idle engine")
-        keys = self.buckets.keys(self.window - 1)
-        self._state = self._programs.compile_all(keys, self._state, progress or (lambda line: None))
-        self._programs.warm = True
+            raise RuntimeError(f"{what} needs an idle engine")
+
+    def watch(self, watcher: Watcher) -> None:
+        """Calls ``watcher`` with a ``CycleReport`` of every cycle, when it is settled."""
+        self._reports.watchers.append(watcher)
 
     def counters(self) -> dict[str, Any]:
-        """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program, and
-        what is there now: ``running``, ``waiting``, ``slots``."""
+        """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program,
+        ``budgets`` with the requests by the drafts verified for them in a cycle, and what is there now: ``running``,
+        ``waiting``, ``slots``."""
         return {
             **self._counters.snapshot(),
             "late_compiles": self._programs.late_compiles,
@@ -203,6 +203,7 @@ class Engine:
         while (move := self._slots.compaction(self.buckets.slot_bucket)) is not None:
             self._state = self._programs.move(self._state, *move)
             self._counters.add("moves")
+            self._alone = False
 
     def _choose(self) -> Plan | None:
         """What the next cycle runs; None where nobody decodes."""
@@ -213,59 +214,77 @@ class Engine:
         rows = tuple(t if t is not None and t.may_emit else None for t in self._slots.rows(slots))
         width = self.buckets.width
         cells = max(t.length_bound(width) for t in working) + width
-        context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.context_bucket(cells)
-        table = self.config.step_time
-        if table is not None:
-            table = table.at(context, slots)
-        drafts = self._policy.capacity(self._cycle, working, table)
-        return Plan(self._cycle, rows, drafts, slots, context, draft_context, table)
+        context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
+        times = self._times
+
+        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
+            assert times is not None
+            last = self.buckets.tokens[slots][-1]
+            return times.curve(len(working), slots, context, last), times.draft_ms(slots, draft_context)
+
+        decision = self._policy.decide(self._cycle, working, None if times is None else costs)
+        return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
         """A block for every row of the slot bucket; None where the cycle has no drafts."""
         if plan is None:
             return None
-        if plan.drafts == 0:
-            self._counters.add("skipped_drafts", len(plan.working) if self.buckets.drafts else 0)
+        working, least = plan.working, plan.least
+        drafting = int((least != OUTSIDE).sum()) if plan.decision.drafts else 0
+        self._counters.add("skipped_drafts", len(working) - drafting if self.buckets.drafts else 0)
+        if not drafting:
+            self._absorb([t for t in working if t.held == self.buckets.ring])
             return None
-        self._counters.add("drafted", len(plan.working) * self.buckets.drafts)
-        temperature = np.ones((plan.slots, self.buckets.drafts), np.float32)
-        for row, tenant in enumerate(plan.rows):
-            if tenant is not None:
-                temperature[row] = tenant.confidence_temperature
+        self._absorb(working)
+        self._counters.add("drafted", drafting * self.buckets.drafts)
+        calibration = np.ones((plan.slots, self.buckets.drafts), np.float32)
+        for row, tenant in zip(plan.places, working, strict=True):
+            estimate = self._policy.conditional(tenant)
+            calibration[row] = tenant.confidence_temperature if estimate is None else estimate
         key = Key("draft", plan.slots, 0, plan.draft_context)
         threshold = self.config.confidence_threshold
-        return self._programs.draft(self._state, key, plan.drafts, threshold, temperature)
+        return self._programs.draft(self._state, key, plan.decision.drafts, threshold, calibration, least)
 
     def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:
         """Dispatches the target's forward over everybody's anchor and admitted drafts."""
         if plan is None:
             return
-        useful, survival = len(plan.working), None
-        if draft is None:
-            key = Key("plain", plan.slots, plan.slots, plan.context)
-            self._state, packed = self._programs.plain(self._state, key)
+        total = plan.decision.drafts
+        admitted: Any = None if draft is None else draft.admitted
+        if draft is not None and self._policy.reads_back:
+            admitted, total = self._read_back(plan, draft)
+        useful = len(plan.working) + total
+        if draft is None or (total == 0 and self.buckets.skips):
+            key, total = Key("plain", plan.slots, plan.slots, plan.context), 0
+            held = np.array([0 if tenant is None else tenant.held for tenant in plan.rows], np.int32)
+            self._state, packed = self._programs.plain(self._state, key, held)
+            for tenant in plan.working:
+                tenant.held += self.buckets.skips
         else:
-            admitted: Any = draft.admitted
-            total = plan.drafts
-            if self._policy.reads_back:
-                admitted, total = self._read_back(plan, draft)
-            useful, survival = useful + total, draft.survival
             key = Key("verify", plan.slots, self.buckets.token_bucket(plan.slots, useful), plan.context)
             self._state, packed = self._programs.verify(self._state, key, draft.proposal, admitted)
         for tenant in plan.working:
             tenant.promised += 1
-        self._dispatched(Flight(plan.rows, packed, plan.cycle, survival))
-        self._cycle += 1
         self._counters.cycle(key, useful)
+        self._counters.add("scheduled", total)
+        self._counters.add("probes", plan.decision.probe)
+        self._counters.add("fallback_cycles", plan.decision.fallback)
+        flight = Flight(plan.rows, packed, plan, key, total, began=self._began, alone=self._alone)
+        if draft is not None and self._policy.variable:
+            flight = dataclasses.replace(flight, survival=draft.survival, tokens=draft.proposal.tokens)
+        self._dispatched(flight)
+        self._cycle += 1
+        self._alone = True
 
     def _settle(self, keep: int) -> None:
         """Reads what has been dispatched, but for the last ``keep`` cycles: emits, ends requests, frees slots."""
-        flying = sum(flight.cycle is not None for flight in self._flights)
-        while self._flights and (self._flights[0].cycle is None or flying > keep):
+        flying = sum(flight.plan is not None for flight in self._flights)
+        while self._flights and (self._flights[0].plan is None or flying > keep):
             flight = self._flights.popleft()
-            flying -= flight.cycle is not None
+            flying -= flight.plan is not None
             out = steps.unpack(flight.packed)
-            self._observe(flight, out)
+            if flight.plan is not None:
+                self._policy.observe(flight.plan.cycle, self._reports.settled(flight, out))
             for row, tenant in enumerate(flight.rows):
                 if tenant is not None:
                     tenant.promised -= 1
@@ -292,6 +311,7 @@ class Engine:
         last = end == len(prompt)
         self._state, packed = self._programs.prefill(self._state, tenant.slot, piece, prompt, last)
         tenant.prefilled = end
+        self._alone = False
         self._counters.prefill(piece)
         if last:
             tenant.decoding, tenant.promised = True, 1
@@ -302,28 +322,35 @@ class Engine:
         overlaps, so that it decides alike."""
         return int((self.overlap and not self._policy.reads_back) or self._policy.lagged)
 
+    def _absorb(self, tenants: Sequence[Tenant]) -> None:
+        """Lets the drafter catch up with what these tenants hold back from it."""
+        held = {tenant.slot or 0: tenant.held for tenant in tenants if tenant.held}
+        if not held:
+            return
+        self._state = self._programs.absorb(self._state, held)
+        self._counters.add("absorbed_later", sum(held.values()))
+        self._alone = False
+        for tenant in tenants:
+            tenant.held = 0
+
     def _dispatched(self, flight: Flight) -> None:
         if not self.overlap:
             jax.block_until_ready(flight.packed)
         else:
-            flight.packed.copy_to_host_async()
+            for array in flight.arrays():
+                array.copy_to_host_async()
         self._flights.append(flight)
 
     def _read_back(self, plan: Plan, draft: steps.Draft) -> tuple[np.ndarray, int]:
         """Drafts to verify ``[R]`` by the policy's reading of the draft, and their number."""
-        rows = [row for row, tenant in enumerate(plan.rows) if tenant is not None]
         admitted = np.zeros(plan.slots, np.int32)
-        admitted[rows] = self._policy.lengths(
-            np.asarray(draft.admitted)[rows], np.asarray(draft.survival)[rows], plan.table
+        admitted[plan.places] = self._policy.lengths(
+            plan.working,
+            plan.decision,
+            np.asarray(draft.admitted)[plan.places],
+            np.asarray(draft.survival)[plan.places],
         )
         return admitted, int(admitted.sum())
-
-    def _observe(self, flight: Flight, out: steps.Emitted) -> None:
-        """Hands the survivals of a settled cycle to the policy, but for requests that were no longer at work."""
-        if flight.cycle is not None and flight.survival is not None and self._policy.lagged:
-            survival = np.asarray(flight.survival)
-            rows = [(t, survival[row]) for row, t in enumerate(flight.rows) if t is not None and out.count[row]]
-            self._policy.observe(flight.cycle, rows)
 
     def _commit(self, tenant: Tenant, flight: Flight, out: steps.Emitted, row: int) -> None:
         """Adds a cycle's outcome (or a prefill's first token) to a request."""
@@ -335,12 +362,13 @@ class Engine:
         tenant.tokens += new
         event.tokens += new
         self._counters.add("tokens", count)
-        if flight.cycle is not None and count:
+        if flight.plan is not None and count:
             offered = int(out.offered[row])
             for record in (tenant, event):
                 record.committed.append(count)
                 record.offered.append(offered)
             self._counters.commit(out, row)
+            self._reports.regret(tenant, flight, out, row)
         if out.finished[row]:
             self._end(tenant, "error" if out.failed[row] else "stop" if out.stopped[row] else "length")
             self._release(tenant)
@@ -355,14 +383,3 @@ class Engine:
         """Frees the slot, on the device too: an idle row costs its neighbours nothing."""
         slot = self._slots.release(tenant)
         self._state = self._programs.admit(self._state, slot, self._programs.idle())
-
-    def _check_step_time(self) -> None:
-        """A table that does not reach the largest batch would fail in the middle of traffic."""
-        table = self.config.step_time
-        if table is None or not (self._policy.lagged or self.mode == "early_stop"):
-            return
-        for slots in self.buckets.slots:
-            for context in self.buckets.contexts_of(slots):
-                last = table.at(context, slots).last
-                if last < slots:
-                    raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")

@@ -36,7 +36,7 @@ class Placement:
         if kind == "draft":
             return {"out_shardings": everywhere}
         own = self._shardings(state)
-        return {"out_shardings": own if kind in ("admit", "move") else (own, everywhere)}
+        return {"out_shardings": own if kind in ("admit", "move", "absorb") else (own, everywhere)}
 
     def _shardings(self, tree: PyTree) -> PyTree:
         mesh = self._mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax import cycle
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
@@ -66,12 +67,21 @@ class Programs:
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty."""
         slots, cells = self._slots, self._buckets.cells
-        small = jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (slots, *np.shape(a))).copy(), self.idle())
-        state = small.replace(
+        state = self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
+            ring=self._ring(),
         )
         return self._place.put(state)
+
+    def _ring(self) -> cycle.Ring | None:
+        if self._drafter is None or not self._buckets.skips:
+            return None
+        return cycle.init_ring(self._target, self._drafter, self._slots, self._buckets.ring)
+
+    def _everywhere(self, values: DecodeState) -> DecodeState:
+        """The small arrays of all slots, alike."""
+        return jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (self._slots, *np.shape(a))).copy(), values)
 
     def idle(self) -> DecodeState:
         """The small arrays of an idle slot.
@@ -134,9 +144,12 @@ class Programs:
         key = Key("prefill", 0, piece.size, piece.context)
         return self._run(key, state, tokens, count, final, _index(slot))
 
-    def draft(self, state: DecodeState, key: Key, total: int, threshold: float, temperature: np.ndarray) -> steps.Draft:
-        """See ``steps.draft``; ``temperature [R, G]`` float32."""
-        return self._run(key, state.replace(target=None), np.int32(total), np.float32(threshold), temperature)
+    def draft(
+        self, state: DecodeState, key: Key, total: int, threshold: float, calibration: np.ndarray, least: np.ndarray
+    ) -> steps.Draft:
+        """See ``steps.draft``; ``calibration [R, G]`` float32, ``least [R]`` int32."""
+        state = state.replace(target=None, ring=None)
+        return self._run(key, state, np.int32(total), np.float32(threshold), calibration, least)
 
     def verify(
         self, state: DecodeState, key: Key, proposal: Proposal, admitted: Array | np.ndarray
@@ -144,9 +157,40 @@ class Programs:
         """The packed commit is ``[R, W + 6]``."""
         return self._run(key, state, proposal, admitted)
 
-    def plain(self, state: DecodeState, key: Key) -> tuple[DecodeState, Array]:
-        """One token for every active slot; the packed commit is ``[R, 7]``."""
-        return self._run(key, state)
+    def plain(self, state: DecodeState, key: Key, held: np.ndarray) -> tuple[DecodeState, Array]:
+        """One token for every active slot; the packed commit is ``[R, 7]``. ``held [R]``: tokens that the drafter has
+        not absorbed."""
+        return self._run(key, state, held)
+
+    def absorb(self, state: DecodeState, held: Mapping[int, int]) -> DecodeState:
+        """The drafter absorbs the tokens that slots hold, by slot; none is held any more."""
+        rows = self._buckets.absorb_rows
+        for slot, count in held.items() if rows == 1 else [(0, 0)]:
+            counts = np.array([count] if rows == 1 else [held.get(r, 0) for r in range(rows)], np.int32)
+            state = self._run(Key("absorb", rows), state, np.int32(slot), counts)
+        return state
+
+    # Measuring
+
+    def rehearse(self, key: Key, state: DecodeState) -> tuple[DecodeState, float]:
+        """Runs a draft, verify or plain program in full use: every slot samples, the context is full, as many drafts
+        are admitted as fit. Returns the state, and the seconds it took. ``rest`` makes the state idle again."""
+        busy = self._small(1, False, 2**30, 1.0, 0, 1.0, 0.0, ())
+        length = np.int32(max(key.context - self._buckets.width - 1, 0))
+        small = self._place.put(self._everywhere(busy.replace(length=length, active=np.bool_(True))))
+        state = small.with_caches(state)
+        arguments = list(self._example(key, state))
+        if key.kind == "verify":
+            rows = np.arange(key.slots)
+            arguments[2] = (key.tokens // key.slots - 1 + (rows < key.tokens % key.slots)).astype(np.int32)
+        jax.block_until_ready(arguments)
+        out, seconds = _timed(lambda: jax.block_until_ready(self._run(key, *arguments)))
+        return (state if key.kind == "draft" else out[0]), seconds
+
+    def rest(self, state: DecodeState) -> DecodeState:
+        """All slots idle; the caches stay as they are."""
+        small = self._place.put(self._everywhere(self.idle()))
+        return small.with_caches(state)
 
     # Compilation
 
@@ -165,7 +209,7 @@ class Programs:
     def _weights(self, key: Key) -> tuple[Any, ...]:
         if key.kind in ("admit", "move"):
             return ()
-        return (self._drafter,) if key.kind == "draft" else (self._target, self._drafter)
+        return (self._drafter,) if key.kind in ("draft", "absorb") else (self._target, self._drafter)
 
     def _function(self, key: Key) -> Callable[..., Any]:
         """The function of a key, its sizes bound."""
@@ -197,6 +241,8 @@ class Programs:
                 )
             case "verify":
                 return bound(steps.verify, rows=rows, tokens=key.tokens, context=context, static=static)
+            case "absorb":
+                return bound(steps.absorb, width=self._buckets.width)
             case "plain":
                 return bound(steps.plain, rows=rows, context=context, static=static)
         raise ValueError(f"no program of kind {key.kind!r}")
@@ -241,11 +287,18 @@ class Programs:
                 tokens = np.zeros((1, key.tokens), np.int32)
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)
             case "draft":
-                temperature = np.ones((key.slots, self._buckets.drafts), np.float32)
-                return state.replace(target=None), np.int32(0), np.float32(0.0), temperature
+                calibration, least = (
+                    np.ones((key.slots, self._buckets.drafts), np.float32),
+                    np.zeros(key.slots, np.int32),
+                )
+                return state.replace(target=None, ring=None), np.int32(0), np.float32(0.0), calibration, least
             case "verify":
                 return state, self._example_proposal(key.slots), np.zeros(key.slots, np.int32)
-        return (state,)
+            case "absorb":
+                return state, np.int32(0), np.zeros(key.slots, np.int32)
+            case "plain":
+                return state, np.zeros(key.slots, np.int32)
+        raise ValueError(f"no program of kind {key.kind!r}")
 
     def _example_proposal(self, slots: int) -> Proposal:
         """Zeros of the shapes that the draft program returns; it is lowered first."""

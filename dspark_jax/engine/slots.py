@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import numpy as np
 
 from dspark_jax.engine.request import Checked, Result
+from dspark_jax.types import GREEDY_TEMPERATURE
 
 _GOLDEN = 0x9E3779B1
 _WORD = 0xFFFFFFFF
@@ -28,8 +30,19 @@ class Tenant:
     tokens: list[int] = dataclasses.field(default_factory=list)
     committed: list[int] = dataclasses.field(default_factory=list)
     offered: list[int] = dataclasses.field(default_factory=list)
-    scores: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)  # (cycle, survival [G])
     confidence_temperature: np.ndarray | float = 1.0  # [G] of its calibration
+    held: int = 0  # tokens that the drafter has not absorbed
+    # What the policy remembers of it; see ``estimates.py`` and ``adaptive.py``.
+    score: tuple[int, np.ndarray] | None = None  # (cycle, survival [G]) of its newest block
+    acceptances: np.ndarray | None = None  # [2, G] drafts accepted and tried
+    low: int = 0  # cycles in a row in which its first draft was not worth its place
+    trimmed: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)  # (place in tokens, drafts)
+    left: Any = None  # the ``Probe`` of a request that has left the draft batch
+
+    @property
+    def indifferent(self) -> bool:
+        """No admission can bias it: it emits the target's own choices (``coupled``, or temperature 0)."""
+        return self.request.coupled or self.request.sampling.temperature < GREEDY_TEMPERATURE
 
     @property
     def may_emit(self) -> bool:

@@ -81,7 +81,8 @@ def draft(
     state: DecodeState,
     total: Array,
     threshold: Array,
-    temperature: Array,
+    calibration: Array,
+    least: Array,
     *,
     rows: int,
     drafts: int,
@@ -95,20 +96,27 @@ def draft(
     Args:
         total: [] int32, drafts to admit over all rows (rule ``top_k``).
         threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
-        temperature: ``[R, G]`` of each request's calibration, 1 for raw confidences; for the survivals.
+        calibration: ``[R, G]`` confidence temperatures of each request, 1 for raw confidences; for a drafter without
+            a confidence head the estimated acceptance of each position itself.
+        least: ``[R]`` int32 (rule ``top_k``): the first so many drafts of a row are admitted before all others, and
+            count in ``total``; -1: the row gets none.
         max_positions: the target's window, the only reason to shorten a block.
         rule: ``all`` | ``threshold`` | ``top_k``. Each looks at confidences and at no token.
     """
     proposal = cycle.draft(drafter, state, num_drafts=drafts, rows=rows, context=context, static=static)
     room = jnp.where(state.active[:rows], cycle.window_limit(state, max_positions, rows), 0)
-    conditional = jnp.ones((rows, drafts), jnp.float32)
+    conditional = calibration.astype(jnp.float32)
     if proposal.confidence_logits is not None:
         logits = proposal.confidence_logits
-        conditional = jax.nn.sigmoid(logits / temperature.astype(logits.dtype)).astype(jnp.float32)
-    survival = survival_device(conditional)
-    survival = jnp.where(jnp.arange(drafts)[None, :] < room[:, None], survival, 0.0)
+        conditional = jax.nn.sigmoid(logits / calibration.astype(logits.dtype)).astype(jnp.float32)
+    place = jnp.arange(drafts)[None, :]
+    # A confidence that is no number is none at all, and must not reach those the row competes with.
+    survival = survival_device(jnp.nan_to_num(conditional, nan=0.0))
+    survival = jnp.where((place < room[:, None]) & (least[:, None] >= 0), survival, 0.0)
     if rule == "top_k":
-        admitted = admit_top_k_device(survival, total)
+        # 2 is above every probability. Who comes first for this reason is known before any token is drawn.
+        first = (place < least[:, None]) & (place < room[:, None])
+        admitted = admit_top_k_device(jnp.where(first, 2.0, survival), total)
     elif rule == "threshold":
         admitted = admit_threshold(jax.nn.sigmoid(jnp.asarray(proposal.confidence_logits)), threshold)
     else:
@@ -136,24 +144,36 @@ def verify(
 
 
 def plain(
-    target: TargetModel, drafter: DrafterModel | None, state: DecodeState, *, rows: int, context: int, static: Static
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    held: Array,
+    *,
+    rows: int,
+    context: int,
+    static: Static,
 ) -> tuple[DecodeState, Array]:
-    """One token for every active row. A drafter still absorbs, so that it can draft again later."""
-    state, commit = cycle.step(target, drafter, state, None, None, rows=rows, context=context, static=static)
+    """One token for every active row. A drafter does nothing: what it will have to absorb joins the ``held [R]``
+    tokens of the ring."""
+    at = None if state.ring is None else held
+    state, commit = cycle.step(target, drafter, state, None, None, rows=rows, context=context, held=at, static=static)
     return state, pack(commit)
+
+
+def absorb(drafter: DrafterModel, state: DecodeState, slot: Array, held: Array, *, width: int) -> DecodeState:
+    """The ``held [R]`` tokens of the ring become drafter context, for the R slots from ``slot`` on."""
+    return cycle.absorb_held(drafter, state, held, width=width, first_slot=slot)
 
 
 def admit(state: DecodeState, slot: Array, values: DecodeState) -> DecodeState:
     """Sets the small arrays of one slot. The cache is left as it is: its cells are past the new length."""
-    small = state.replace(target=None, draft=None)
-    small = jax.tree.map(lambda whole, value: whole.at[slot].set(value), small, values)
-    return small.replace(target=state.target, draft=state.draft)
+    small = jax.tree.map(lambda whole, value: whole.at[slot].set(value), state.small(), values)
+    return small.with_caches(state)
 
 
 def move(state: DecodeState, source: Array, to: Array, idle: DecodeState) -> DecodeState:
     """Moves a tenant: its small arrays and the valid cells of its caches; ``source`` becomes idle."""
-    small = state.replace(target=None, draft=None)
-    small = jax.tree.map(lambda a, empty: a.at[to].set(a[source]).at[source].set(empty), small, idle)
+    small = jax.tree.map(lambda a, empty: a.at[to].set(a[source]).at[source].set(empty), state.small(), idle)
     length = state.length[source]
 
     def copy(cache: PyTree) -> PyTree:
@@ -164,7 +184,7 @@ def move(state: DecodeState, source: Array, to: Array, idle: DecodeState) -> Dec
     def walk(tree: PyTree) -> PyTree:
         return jax.tree.map(copy, tree, is_leaf=lambda x: isinstance(x, KVCache))
 
-    return small.replace(target=walk(state.target), draft=walk(state.draft))
+    return small.replace(target=walk(state.target), draft=walk(state.draft), ring=walk(state.ring))
 
 
 def _copy_cells(cache: KVCache, source: Array, to: Array, length: Array) -> KVCache:

@@ -173,6 +173,7 @@ def _engine_config(args: ServeArgs, speculation: Speculation, window: int, confi
         "num_speculative_tokens": speculation.num_speculative_tokens,
         "verification": speculation.verification,
         "seed": args.seed,
+        "profile_dir": _profile_dir(args.compilation_cache_dir),
     }
     known = {field.name for field in dataclasses.fields(config_type)}
     for name in ("enable_prefix_caching", "gpu_memory_utilization", "attention_backend"):
@@ -186,6 +187,11 @@ def _engine_config(args: ServeArgs, speculation: Speculation, window: int, confi
         elif name != "attention_backend":
             say(f"WARNING --{name.replace('_', '-')} has no effect in this version")
     return config_type(**values)
+
+
+def _profile_dir(compilation_cache_dir: str | None) -> str | None:
+    """Measured step times are kept where compiled programs are: "" keeps neither."""
+    return str(Path(compilation_cache_dir) / "step_time") if compilation_cache_dir else compilation_cache_dir
 
 
 def _mode(speculation: Speculation) -> str:

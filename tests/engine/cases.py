@@ -43,6 +43,7 @@ def engine_config(**changes: Any) -> EngineConfig:
         "prefill_buckets": (8,),
         "slot_buckets": (1, 4),
         "max_programs": 1,  # no finer buckets than asked for
+        "profile_dir": "",
         "seed": 0,
     }
     return EngineConfig(**{**values, **changes})

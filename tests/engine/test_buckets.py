@@ -49,10 +49,15 @@ def test_what_is_left_of_the_budget_goes_into_finer_verify_sizes() -> None:
 
 
 def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
+    """A request alone: none, half a block or a whole one; many: none or about two drafts each. Slot buckets come
+    before finer sizes and before contexts of the draft: few requests must not pay for the slots of many."""
     buckets = plan(**MODES["lagged"])
-    assert all(len(sizes) >= 2 for sizes in buckets.tokens.values())
-    assert all(sizes[-1] == slots * 8 for slots, sizes in buckets.tokens.items())
-    assert {key.kind for key in buckets.keys(2047)} == {"admit", "move", "prefill", "draft", "verify", "plain"}
+    assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2064) and buckets.draft_contexts == (2064,)
+    assert buckets.tokens == {1: (4, 8), 4: (13,), 8: (24,)}
+    assert [buckets.most_drafts(slots, slots) for slots in buckets.slots] == [7, 9, 16]
+    kinds = {"admit", "move", "absorb", "prefill", "draft", "verify", "plain"}
+    assert {key.kind for key in buckets.keys(2047)} == kinds and len(buckets.keys(2047)) == 24
+    assert plan(**MODES["threshold"]).tokens[8][-1] == 64  # nothing else bounds its lengths
 
 
 @pytest.mark.parametrize("window", [2, 17, 64, 65, 100, 257, 1030])
@@ -81,10 +86,14 @@ def test_every_cycle_has_a_program_that_holds_it(mode: str) -> None:
     keys = set(buckets.keys(2047))
     for running in range(1, 7):
         slots = buckets.slot_bucket(running)
-        for drafts in [4 * running] if mode == "fixed" else range(1, 4 * running + 1):
+        most = buckets.most_drafts(slots, running)
+        assert most >= (4 * running if mode == "fixed" else running)
+        for drafts in [4 * running] if mode == "fixed" else range(1, most + 1):
             tokens = buckets.token_bucket(slots, running + drafts)
             assert running + drafts <= tokens
-            assert all(Key("verify", slots, tokens, context) in keys for context in buckets.contexts_of(slots))
+            for context in buckets.contexts_of(slots):
+                assert Key("verify", slots, tokens, context) in keys
+                assert Key("draft", slots, 0, buckets.draft_context(context)) in keys
 
 
 def test_named_buckets_are_taken_as_they_are() -> None:

@@ -12,8 +12,8 @@ import pytest
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, EngineConfig, Request
 from dspark_jax.engine.buckets import Key
-from dspark_jax.testing import tiny_target
-from tests.engine.cases import VOCAB, WINDOW, fresh
+from dspark_jax.testing import tiny_drafter, tiny_target
+from tests.engine.cases import VOCAB, WINDOW, fresh, step_times
 
 
 def test_nothing_is_compiled_after_the_warm_up(fixed: Engine, monkeypatch: Any) -> None:
@@ -87,8 +87,24 @@ def test_no_program_copies_a_whole_cache() -> None:
     target = tiny_target(num_layers=1)
     engine = Engine(target, None, EngineConfig(max_num_seqs=4, max_model_len=200, context_buckets=(64,)))
     cache = engine._state.target.k[0]
-    compiled = engine._programs._lower(Key("plain", 1, 1, 64), (engine._state,)).compile()
+    compiled = engine._programs._lower(Key("plain", 1, 1, 64), (engine._state, np.zeros(1, np.int32))).compile()
     shape = ",".join(map(str, cache.shape))
     assert f"[{shape}]" in compiled.as_text() and not re.search(rf"\[{shape}\]\S* copy\(", compiled.as_text())
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * cache.nbytes and memory.temp_size_in_bytes < cache.nbytes
+
+
+def test_a_cycle_without_drafts_copies_neither_the_drafter_s_cache_nor_the_ring() -> None:
+    """They pass through in place; the ring gets one token a row."""
+    target = tiny_target(num_layers=1)
+    drafter = tiny_drafter(target, block_size=3, target_layer_ids=(0,))
+    config = EngineConfig(max_num_seqs=4, max_model_len=200, context_buckets=(64,), step_time=step_times())
+    engine = Engine(target, drafter, config)
+    state = engine._state
+    compiled = engine._programs._lower(Key("plain", 1, 1, 64), (state, np.zeros(1, np.int32))).compile()
+    text, kept = compiled.as_text(), 0
+    for array in (state.target.k[0], state.draft.cache.k[0], state.ring.features):
+        shape = ",".join(map(str, array.shape))
+        assert f"[{shape}]" in text and not re.search(rf"\[{shape}\]\S* copy\(", text)
+        kept += array.nbytes
+    assert compiled.memory_analysis().alias_size_in_bytes > kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 from dspark_jax.calibrate import sts
 from dspark_jax.config import Sampling
 from dspark_jax.engine import EngineConfig
-from dspark_jax.engine.policy import PRIOR, Lagged, Temperatures, choose_policy
+from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
+from dspark_jax.engine.estimates import PRIOR, Acceptances, Confidences, Score
+from dspark_jax.engine.modes import choose_policy
+from dspark_jax.engine.policy import OUTSIDE, Costs, Temperatures
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
-from dspark_jax.schedule import StepTimeTable, capacity
+from dspark_jax.schedule import StepTimeTable, admit_early_stop, admit_top_k, capacity
 from tests.engine.cases import step_times
 
 
@@ -28,6 +32,15 @@ def tenant(number: int, **request: Any) -> Tenant:
 
 
 STEEP = StepTimeTable(tokens=[2, 9], milliseconds=[1.0, 1e6])  # no draft ever pays
+DRAFT_MS = 0.1
+
+
+def costs_of(table: StepTimeTable, draft_ms: float = DRAFT_MS) -> Costs:
+    return lambda drafting: (table, draft_ms)
+
+
+def score(tenant: Tenant, *survival: float, offered: int = 0, accepted: int = 0) -> Score:
+    return Score(tenant, np.array(survival), offered, accepted)
 
 
 def test_capacity_uses_scores_that_are_two_cycles_old() -> None:
@@ -35,31 +48,134 @@ def test_capacity_uses_scores_that_are_two_cycles_old() -> None:
     policy, t, table = Lagged(3), tenant(0), step_times()
     rows = {0: [0.9, 0.8, 0.7], 1: [0.3, 0.1, 0.0], 2: [0.95, 0.9, 0.9], 3: [0.0, 0.0, 0.0]}
     for cycle, row in rows.items():
-        policy.observe(cycle, [(t, np.array(row))])
+        policy.observe(cycle, [score(t, *row)])
         if cycle >= 1:
-            wanted = capacity(np.array([rows[cycle - 1]]), table, 0.1)
-            assert policy.capacity(cycle + 1, [t], table) == wanted
+            wanted = capacity(np.array([rows[cycle - 1]]), table, DRAFT_MS)
+            assert policy.decide(cycle + 1, [t], costs_of(table)).drafts == wanted
 
 
-def test_a_new_tenant_starts_from_the_prior() -> None:
-    """Never from what others or its slot saw in the last two cycles; older scores move the prior."""
-    policy, table = Lagged(3), step_times()
+def test_a_new_tenant_starts_from_the_average_of_all() -> None:
+    """Never from what others or its slot saw in the last two cycles; older scores move the average."""
+    policy, costs = Lagged(3), costs_of(step_times())
     prior = PRIOR ** np.arange(1, 4)
     new = tenant(1)
-    assert policy.capacity(0, [new], table) == capacity(prior[None], table, 0.1)
-    policy.observe(0, [(tenant(0), np.zeros(3))])
-    assert policy.capacity(1, [new], table) == capacity(prior[None], table, 0.1)
-    np.testing.assert_array_equal(policy._prior, prior)
-    policy.capacity(2, [new], table)
-    np.testing.assert_allclose(policy._prior, 0.9 * prior)
+    assert policy.decide(0, [new], costs).drafts == capacity(prior[None], step_times(), DRAFT_MS)
+    policy.observe(0, [score(tenant(0), 0.0, 0.0, 0.0)])
+    assert policy.decide(1, [new], costs).drafts == capacity(prior[None], step_times(), DRAFT_MS)
+    np.testing.assert_array_equal(policy._estimates.survival(new, 1), prior)
+    policy.decide(2, [new], costs)
+    np.testing.assert_allclose(policy._estimates.survival(new, 2), 0.9 * prior)
+
+
+def test_without_a_new_score_the_last_one_decays_towards_the_average() -> None:
+    """A tenth of the distance with every cycle that brings none; rows stay survivals."""
+    estimates, t = Confidences(2), tenant(0)
+    estimates.observe(5, [score(t, 0.5, 0.1)])
+    estimates.advance(7)
+    average = 0.9 * np.array([0.8, 0.64]) + 0.1 * np.array([0.5, 0.1])
+    for later in range(4):
+        want = average + 0.9**later * (np.array([0.5, 0.1]) - average)
+        np.testing.assert_allclose(estimates.survival(t, 7 + later), want)
+    assert estimates.fresh(t, 7) and not estimates.fresh(t, 8)
+
+
+def test_acceptance_by_position_is_learned_where_there_is_no_confidence_head() -> None:
+    """Two of two accepted, then the first of three refused: by hand, with four drafts of all beside a request's own."""
+    estimates, t, other = Acceptances(3), tenant(0), tenant(1)
+    estimates.observe(0, [score(t, 1, 1, 1, offered=2, accepted=2)])
+    estimates.observe(1, [score(t, 1, 1, 1, offered=3, accepted=0)])
+    estimates.advance(3)
+    first = (0.995 * (0.995 * 3.2 + 1.0)) / (0.995 * (0.995 * 4.0 + 1.0) + 1.0)  # tried twice
+    second = (0.995 * 3.2 + 1.0) / (0.995 * 4.0 + 1.0)  # tried once
+    np.testing.assert_allclose(estimates.conditional(other), [first, second, 0.8])
+    own = [(0.95 + 4 * first) / (1.95 + 4), (0.95 + 4 * second) / (0.95 + 4), 0.8]
+    np.testing.assert_allclose(estimates.conditional(t), own)
+    np.testing.assert_allclose(estimates.survival(t, 3), np.cumprod(own))
 
 
 def test_skipped_drafts_are_probed_again() -> None:
-    """After 8, 16, 32, then every 64 cycles; without a probe there would never be a score again."""
-    policy = Lagged(3)
-    drafts = [policy.capacity(n, [tenant(0), tenant(1)], STEEP) for n in range(300)]
-    assert np.flatnonzero(drafts).tolist() == [7, 23, 55, 119, 183, 247]
-    assert set(drafts) == {0, 2}
+    """After 8, 16, 32, then every 64 cycles; without a probe there would never be a score again. One draft of each
+    request is verified, whatever its score, and all of them where only acceptance teaches."""
+    for has_confidence, look in ((True, 1), (False, 3)):
+        policy = Lagged(3, has_confidence=has_confidence)
+        found = [policy.decide(n, [tenant(0), tenant(1)], costs_of(STEEP)) for n in range(300)]
+        assert [n for n, d in enumerate(found) if d.drafts] == [7, 23, 55, 119, 183, 247]
+        probe = found[7]
+        assert probe.probe and probe.drafts == 2 * look and probe.least.tolist() == [look, look]
+        assert all(d.least.tolist() == [OUTSIDE, OUTSIDE] for d in found if not d.drafts)
+
+
+def run_cycles(policy: Lagged, tenants: list[Tenant], rows: list[list[float]], count: int, first: int = 0) -> list[Any]:
+    """Cycles in which every request inside the draft batch gets its row as score."""
+    found = []
+    for n in range(first, first + count):
+        found.append(policy.decide(n, tenants, costs_of(step_times())))
+        inside = [i for i, least in enumerate(found[-1].least) if least != OUTSIDE]
+        policy.observe(n, [score(tenants[i], *rows[i]) for i in inside])
+    return found
+
+
+def test_a_hopeless_request_leaves_the_draft_batch_and_is_probed() -> None:
+    """Eight cycles of a first draft that is not worth its place; then looked at after 8, 16, 32, ... drafting cycles,
+    with one draft verified; once its scores are good it is back two cycles later."""
+    policy, tenants = Lagged(3), [tenant(0), tenant(1)]
+    good, bad = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
+    found = run_cycles(policy, tenants, [good, bad], 60)
+    outside = [n for n, d in enumerate(found) if d.least[1] == OUTSIDE]
+    assert outside[0] == 9  # scores are known from cycle 2 on: 2 .. 9 are eight of them
+    probed = [n for n in range(9, 60) if d_least(found, n) == 1]
+    assert probed == [16, 32]
+    both = [d.drafts for d in found[10:16]]
+    assert all(drafts == 3 for drafts in both) and found[16].drafts == 4
+    found = run_cycles(policy, tenants, [good, good], 60, first=60)
+    back = next(n for n in range(60) if d_least(found, n) == 1)
+    assert [d.least[1] for d in found[back + 1 : back + 6]] == [OUTSIDE, 0, 0, 0, 0]
+    assert all(d.least[0] == 0 for d in found)
+
+
+def d_least(found: list[Any], n: int) -> int:
+    return int(found[n].least[1])
+
+
+def test_after_a_probe_that_pays_everyone_drafts_again() -> None:
+    """Where nobody drafts all have left sooner or later; the search counts whoever was just looked at."""
+    policy, tenants = Lagged(3), [tenant(0), tenant(1)]
+    for n in range(30):
+        decision = policy.decide(n, tenants, costs_of(STEEP))
+        if decision.drafts:
+            policy.observe(n, [score(t, 0.9, 0.8, 0.7) for t in tenants])
+    assert all(t.left is not None for t in tenants)
+    policy.observe(30, [score(t, 0.9, 0.8, 0.7) for t in tenants])
+    decision = policy.decide(32, tenants, costs_of(step_times()))
+    assert decision.drafts == capacity(np.array([[0.9, 0.8, 0.7]] * 2), step_times(), DRAFT_MS) > 0
+    assert decision.least.tolist() == [0, 0] and all(t.left is None for t in tenants)
+
+
+def test_current_looks_only_where_nobody_can_be_biased() -> None:
+    """Coupled and greedy requests: the search on the scores at hand. One sampled `rejection` request among them: as
+    lagged, and counted. A probe's drafts are verified in both."""
+    table = step_times()
+    greedy, coupled, sampled = tenant(0, sampling=Sampling(0.0)), tenant(1, coupled=True), tenant(2)
+    now = np.array([[0.9, 0.8, 0.1], [0.3, 0.0, 0.0]], np.float32)
+    for tenants, fallback in (([greedy, coupled], False), ([greedy, sampled], True)):
+        policy = Current(3)
+        decision = policy.decide(0, tenants, costs_of(table))
+        assert decision.fallback == fallback and decision.drafts > 0
+        got = policy.lengths(tenants, decision, np.array([1, 1], np.int32), now)
+        want = admit_top_k(now, capacity(now, table, DRAFT_MS, draft_paid=True))
+        assert got.tolist() == ([1, 1] if fallback else want.tolist())
+    probe = dataclasses.replace(decision, fallback=False, least=np.array([0, 1], np.int32))
+    assert policy.lengths(tenants, probe, now[:, 0], np.array([[0.9, 0.8, 0.1], [0.01, 0.0, 0.0]])).tolist()[1] == 1
+
+
+def test_early_stop_decides_beforehand_whether_to_draft() -> None:
+    """From old scores; then Algorithm 1 with the draft on both sides of every comparison."""
+    policy, tenants = EarlyStop(3), [tenant(0)]
+    assert policy.decide(0, [tenant(1), tenant(2)], costs_of(STEEP)).drafts == 0
+    decision = policy.decide(0, tenants, costs_of(step_times()))
+    now = np.array([[0.9, 0.8, 0.1]])
+    got = policy.lengths(tenants, decision, np.array([3], np.int32), now)
+    assert got.tolist() == admit_early_stop(now, step_times(), DRAFT_MS).tolist()
 
 
 @pytest.mark.parametrize(
@@ -68,13 +184,13 @@ def test_skipped_drafts_are_probed_again() -> None:
         ({}, None, "none", "no drafter"),
         ({"mode": "none"}, Drafter(), "none", None),
         ({"mode": "fixed"}, Drafter(), "fixed", None),
-        ({}, Drafter(), "fixed", "no step-time table"),
-        ({"step_time": STEEP}, Drafter(False), "fixed", "no confidence head"),
+        ({}, Drafter(), "lagged", None),
+        ({"step_time": STEEP}, Drafter(False), "lagged", "no confidence head"),
         ({"step_time": STEEP}, Drafter(), "lagged", None),
         ({"mode": "early_stop", "step_time": STEEP}, Drafter(), "early_stop", "do not overlap"),
         ({"mode": "early_stop", "step_time": STEEP, "overlap": False}, Drafter(), "early_stop", None),
-        ({"mode": "early_stop"}, Drafter(), "fixed", "no step-time table"),
-        ({"mode": "current", "step_time": STEEP}, Drafter(), "lagged", "current"),
+        ({"mode": "early_stop"}, Drafter(), "early_stop", "do not overlap"),
+        ({"mode": "current", "step_time": STEEP}, Drafter(), "current", "do not overlap"),
         ({"mode": "threshold"}, Drafter(), "threshold", "do not overlap"),
     ],
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.cycle import DecodeState
+from dspark_jax.cycle import DecodeState, Ring
 from dspark_jax.engine import steps
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.sampling import SamplingRows
@@ -39,11 +39,12 @@ def state(length: int, stacked: bool) -> DecodeState:
         rule=None,
         target=KVCache(cells(0, stacked), cells(1, stacked)),
         draft=jnp.arange(SLOTS * CELLS).reshape(SLOTS, CELLS),  # a scripted drafter's
+        ring=Ring(jnp.arange(SLOTS * 5).reshape(SLOTS, 1, 5, 1), -jnp.arange(SLOTS * 5).reshape(SLOTS, 1, 5, 1)),
     )
 
 
 def idle() -> Any:
-    return jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), state(1, True).replace(target=None, draft=None))
+    return jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), state(1, True).small())
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
@@ -53,7 +54,7 @@ def test_a_move_carries_the_small_arrays_and_the_valid_cells(monkeypatch: Any, l
     monkeypatch.setattr(steps, "MOVE_CHUNK", 4)
     before = state(length, stacked)
     after = steps.move(before, jnp.int32(2), jnp.int32(0), idle())
-    small = [s.replace(target=None, draft=None) for s in (before, after)]
+    small = [s.small() for s in (before, after)]
     for old, new, empty in zip(*map(jax.tree.leaves, (*small, idle())), strict=True):
         np.testing.assert_array_equal(new[0], old[2])
         np.testing.assert_array_equal(new[1], old[1])
@@ -62,7 +63,8 @@ def test_a_move_carries_the_small_arrays_and_the_valid_cells(monkeypatch: Any, l
         old, new = (np.asarray(a).reshape(-1, SLOTS, 1, CELLS, 4) for a in (old, new))
         np.testing.assert_array_equal(new[:, 0, :, :length], old[:, 2, :, :length])
         np.testing.assert_array_equal(new[:, 1:], old[:, 1:])
-    np.testing.assert_array_equal(after.draft[0], before.draft[2])
+    for old, new in zip(*(jax.tree.leaves((s.draft, s.ring)) for s in (before, after)), strict=True):
+        np.testing.assert_array_equal(new[0], old[2])
 
 
 def test_admitting_sets_one_slot_and_leaves_the_caches() -> None:

@@ -113,6 +113,7 @@ class FakeConfig:
     num_speculative_tokens: int | None = None
     verification: str = "rejection"
     seed: int = 0
+    profile_dir: str | None = None
 
 
 class FakeEngine:
@@ -169,6 +170,8 @@ def test_flags_reach_the_engine_and_the_model(loaders: SimpleNamespace) -> None:
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (90, 2048, (2, 3))
     assert lines[-1] == "compiled verify slots=1 tokens=6 context=512 (1/1)"
     assert not any("WARNING" in line for line in lines)
+    for flag, where in (("", ""), ("here", "here/step_time")):  # beside the compiled programs
+        assert load(["--compilation-cache-dir", flag])[0].engine.config.profile_dir == where
 
 
 def test_the_window_is_2048_or_the_models_if_that_is_smaller(loaders: SimpleNamespace) -> None:

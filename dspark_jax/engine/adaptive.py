@@ -1,0 +1,147 @@
+"""The policies that decide by step times: lagged, early stop, current.
+
+All begin with the same decision from old scores: whether to draft at all, and for whom. ``lagged`` takes the number
+of drafts from it as well; the other two look at the scores of the block at hand, each where it cannot bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.estimates import Acceptances, Confidences, Probe, Score
+from dspark_jax.engine.policy import OUTSIDE, Costs, Decision, Policy
+from dspark_jax.engine.slots import Tenant
+from dspark_jax.schedule.choice import Choice, choose
+from dspark_jax.schedule.prefix import admit_early_stop, admit_top_k
+
+LOW_CYCLES = 8
+"""So many cycles in a row a request's first draft must not be worth its place before it leaves the draft batch."""
+
+
+class Lagged(Policy):
+    """The paper's capacity search on scores two cycles old; the device admits that many by current survival."""
+
+    rule, variable, skips, lagged, competes, timed = "top_k", True, True, True, True, True
+
+    def __init__(self, drafts: int, config: EngineConfig | None = None, *, has_confidence: bool = True) -> None:
+        super().__init__(drafts)
+        config = EngineConfig() if config is None else config
+        self._min_gain, self._floor_per_ms = config.min_gain, config.speed_floor / 1e3
+        self._estimates = (Confidences if has_confidence else Acceptances)(drafts)
+        # A confidence head scores a whole block of which one draft is verified; without one only what is verified is
+        # learned from.
+        self._look = 1 if has_confidence else drafts
+        self._probe = Probe()
+
+    def observe(self, cycle: int, scores: Sequence[Score]) -> None:
+        self._estimates.observe(cycle, scores)
+
+    def conditional(self, tenant: Tenant) -> np.ndarray | None:
+        return self._estimates.conditional(tenant)
+
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
+        if costs is None:
+            raise RuntimeError("an adaptive policy was asked before there are step times")
+        self._estimates.advance(cycle)
+        rows = np.stack([self._estimates.survival(tenant, cycle) for tenant in tenants])
+        # One that has left counts again in the cycle that may know what its probe brought.
+        counts = [t.left is None or self._estimates.fresh(t, cycle) for t in tenants]
+        table, draft_ms = costs(counts)
+        choice = self._choose(np.where(np.array(counts)[:, None], rows, 0.0), table, draft_ms)
+        self._judge(tenants, counts, rows[:, 0], choice)
+        if choice.drafts:
+            return self._drafting(tenants, choice.drafts, costs)
+        if not self._probe.due():
+            return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
+        table, draft_ms = costs([True] * len(tenants))
+        # What the largest program can verify: at least one draft of each, more of each where there is room.
+        look = max(min(self._look, table.last // len(tenants) - 1), 1)
+        least = np.full(len(tenants), look, np.int32)
+        total = min(look * len(tenants), table.last - len(tenants))
+        return Decision(total, least, probe=True, table=table, draft_ms=draft_ms)
+
+    def _choose(self, rows: np.ndarray, table, draft_ms: float) -> Choice:  # type: ignore[no-untyped-def]
+        return choose(rows, table, draft_ms, min_gain=self._min_gain, floor_per_ms=self._floor_per_ms)
+
+    def _judge(self, tenants: Sequence[Tenant], counts: Sequence[bool], first: np.ndarray, choice: Choice) -> None:
+        """Who leaves the draft batch, and who comes back."""
+        for tenant, counted, survival in zip(tenants, counts, first, strict=True):
+            if not counted:
+                continue
+            low = survival < choice.edge
+            if tenant.left is None:
+                tenant.low = tenant.low + 1 if low else 0
+                if tenant.low >= LOW_CYCLES:
+                    tenant.left = Probe()
+            elif not low:
+                tenant.left, tenant.low = None, 0
+
+    def _drafting(self, tenants: Sequence[Tenant], drafts: int, costs: Costs) -> Decision:
+        """A cycle that drafts: for everyone who has not left, and for those who are due to be looked at."""
+        self._probe = Probe()
+        least = np.zeros(len(tenants), np.int32)
+        for i, tenant in enumerate(tenants):
+            if tenant.left is not None:
+                least[i] = self._look if tenant.left.due() else OUTSIDE
+        if (least == OUTSIDE).all():  # those whom the search counted have just left
+            return Decision(0, least)
+        table, draft_ms = costs((least != OUTSIDE).tolist())
+        room = table.last - len(tenants)  # the table's end is that of the programs, or a caller's wish
+        total = min(drafts + int(np.maximum(least, 0).sum()), room)
+        return Decision(total, least, table=table, draft_ms=draft_ms)
+
+
+class EarlyStop(Lagged):
+    """Algorithm 1 of the paper on the cycle's own survivals: causal, so it may look at them."""
+
+    lagged, reads_back = False, True
+
+    def lengths(
+        self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
+    ) -> np.ndarray:
+        table = decision.table
+        if table is None:
+            raise RuntimeError("Algorithm 1 needs step times")
+        found = admit_early_stop(survival, table, decision.draft_ms)
+        return _with_probes(found, decision, survival)
+
+
+class Current(Lagged):
+    """The unconstrained search on the cycle's own survivals. It looks past a draft at what follows it, which would
+    bias a request that can emit its draft's token by chance: where one is at work, the cycle does as ``lagged``."""
+
+    lagged, reads_back = False, True
+
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
+        decision = super().decide(cycle, tenants, costs)
+        if decision.drafts and not all(tenant.indifferent for tenant in tenants):
+            return dataclasses.replace(decision, fallback=True)
+        return decision
+
+    def lengths(
+        self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
+    ) -> np.ndarray:
+        if decision.fallback or decision.table is None:
+            return admitted
+        found = choose(
+            survival,
+            decision.table,
+            decision.draft_ms,
+            draft_paid=True,
+            min_gain=self._min_gain,
+            floor_per_ms=self._floor_per_ms,
+        )
+        return _with_probes(admit_top_k(survival, found.drafts), decision, survival)
+
+
+def _with_probes(lengths: np.ndarray, decision: Decision, survival: np.ndarray) -> np.ndarray:
+    """Lengths, and the first drafts of a probe whatever the scores say: that too was known before the tokens were.
+    Where both do not fit into the largest program the probe is left out."""
+    forced = np.minimum(np.maximum(decision.least, 0), (survival > 0).sum(axis=1))
+    found = np.maximum(lengths, forced)
+    fits = decision.table is None or int(found.sum()) + len(found) <= decision.table.last
+    return (found if fits else lengths).astype(np.int32)

@@ -1,0 +1,131 @@
+"""What is believed about the survival of drafts that do not exist yet, from cycles at least two back.
+
+Scores of a cycle are confidences (one row a request) or, for drafters without a confidence head, what became of its
+drafts. Both are handed over when the cycle is settled and used from two cycles later on, whether cycles overlap or
+not, so that the serial twin decides alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_jax.engine.slots import Tenant
+
+PRIOR = 0.8
+"""Conditional acceptance assumed at every position before anything was seen: optimistic, so that drafting is tried."""
+
+DECAY = 0.9
+"""Of a score's distance from the online average, with every cycle that brought no newer one."""
+
+PROBE_FIRST, PROBE_LAST = 8, 64
+"""Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""
+
+LAG = 2
+
+
+@dataclasses.dataclass
+class Probe:
+    """When to look again at what was given up: after 8, 16, 32, then every 64 cycles."""
+
+    skipped: int = 0
+    wait: int = PROBE_FIRST
+
+    def due(self) -> bool:
+        """Called once for every cycle that would skip; True: look again in this one."""
+        self.skipped += 1
+        if self.skipped < self.wait:
+            return False
+        self.skipped, self.wait = 0, min(2 * self.wait, PROBE_LAST)
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What a settled cycle says about one request."""
+
+    tenant: Tenant
+    survival: np.ndarray  # [G] of its block, rows non-increasing
+    offered: int  # drafts verified
+    accepted: int
+
+
+class Confidences:
+    """Survivals by the confidence head: the request's own newest ones, on their way to the average of all."""
+
+    def __init__(self, drafts: int) -> None:
+        self._average = PRIOR ** np.arange(1, drafts + 1)
+        self._unread: deque[tuple[int, list[Score]]] = deque()
+
+    def observe(self, cycle: int, scores: Sequence[Score]) -> None:
+        """Scores of a settled cycle that drafted."""
+        if scores:
+            self._unread.append((cycle, list(scores)))
+
+    def advance(self, cycle: int) -> None:
+        """Takes in what cycle ``cycle`` may know."""
+        while self._unread and self._unread[0][0] <= cycle - LAG:
+            self._learn(*self._unread.popleft())
+
+    def _learn(self, cycle: int, scores: list[Score]) -> None:
+        for score in scores:
+            score.tenant.score = (cycle, score.survival)
+        mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
+        self._average = 0.9 * self._average + 0.1 * mean
+
+    def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
+        """``[G]``. A new tenant starts from the average, never from what its slot last saw."""
+        if tenant.score is None:
+            return self._average
+        at, row = tenant.score
+        if at == cycle - LAG:
+            return row
+        mixed = self._average + DECAY ** (cycle - LAG - at) * (row - self._average)
+        return np.clip(np.minimum.accumulate(mixed), 0.0, 1.0)  # rounding must not let a row increase
+
+    def conditional(self, tenant: Tenant) -> np.ndarray | None:
+        """``[G]`` acceptance of each draft given those before it, where the drafter does not say itself."""
+        return None
+
+    def fresh(self, tenant: Tenant, cycle: int) -> bool:
+        """Its newest score is the newest that this cycle may know."""
+        return tenant.score is not None and tenant.score[0] == cycle - LAG
+
+
+class Acceptances(Confidences):
+    """For drafters without a confidence head: the share of drafts accepted at each position, given that those before
+    it were. A request's own share counts as much as its own drafts are many; WEIGHT drafts of all stand beside them.
+
+    What a cycle's drafts became is known only after it, so this is a function of what precedes them.
+    """
+
+    WEIGHT = 4.0
+    FORGET_ALL, FORGET_OWN = 0.995, 0.95
+
+    def __init__(self, drafts: int) -> None:
+        super().__init__(drafts)
+        self._all = np.tile([self.WEIGHT * PRIOR, self.WEIGHT], (drafts, 1)).T  # accepted, tried: [2, G]
+
+    def _learn(self, cycle: int, scores: list[Score]) -> None:
+        for score in scores:
+            place = np.arange(self._average.size)
+            tried = place < min(score.accepted + 1, score.offered)
+            new = np.stack([tried & (place < score.accepted), tried]).astype(np.float64)
+            own = score.tenant.acceptances
+            score.tenant.acceptances = new if own is None else self.FORGET_OWN * own + new
+            score.tenant.score = (cycle, np.empty(0))
+            self._all = np.where(tried, self.FORGET_ALL * self._all + new, self._all)
+
+    def conditional(self, tenant: Tenant) -> np.ndarray:
+        """``[G]`` acceptance given that the drafts before were accepted."""
+        share = self._all[0] / self._all[1]
+        if tenant.acceptances is None:
+            return share
+        accepted, tried = tenant.acceptances
+        return (accepted + self.WEIGHT * share) / (tried + self.WEIGHT)
+
+    def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
+        return np.cumprod(self.conditional(tenant))

@@ -1,0 +1,52 @@
+"""From the mode that is asked for to the policy that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.policy import Plain, Policy, Threshold
+
+ADAPTIVE: dict[str, type[Lagged]] = {"lagged": Lagged, "early_stop": EarlyStop, "current": Current}
+
+
+def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list[str]]:
+    """The mode that can run, its policy, and a line for everything that is not as asked.
+
+    Raises:
+        ValueError: the mode needs what the drafter does not have, or ``num_speculative_tokens`` does not fit
+            it.
+    """
+    notes: list[str] = []
+    mode = config.mode
+    if drafter is None:
+        if mode != "none":
+            notes.append(f"mode {mode} runs as none: there is no drafter")
+        return "none", Plain(0), notes
+    if mode == "none":
+        return "none", Plain(0), notes
+    drafts = _drafts(config, drafter)
+    if mode == "threshold" and not drafter.has_confidence:
+        raise ValueError("mode 'threshold' needs a drafter with a confidence head")
+    if mode in ADAPTIVE and not drafter.has_confidence:
+        notes.append(f"mode {mode} learns acceptance by position: the drafter has no confidence head")
+    policy: Policy
+    if mode in ADAPTIVE:
+        policy = ADAPTIVE[mode](drafts, config, has_confidence=drafter.has_confidence)
+    else:
+        policy = {"fixed": Policy, "threshold": Threshold}[mode](drafts)
+    if policy.reads_back and config.overlap:
+        notes.append(f"mode {mode} reads scores back before it verifies: cycles do not overlap")
+    return mode, policy, notes
+
+
+def _drafts(config: EngineConfig, drafter: Any) -> int:
+    wanted = config.num_speculative_tokens
+    if wanted is None:
+        return int(drafter.block_size)
+    if wanted > drafter.block_size:
+        raise ValueError(
+            f"num_speculative_tokens must lie in 1..{drafter.block_size} (the drafter's block), found {wanted}"
+        )
+    return int(wanted)

@@ -1,0 +1,180 @@
+"""Measures the step times of an engine's own programs (paper, sec. 3.2.2: the table is profiled at start-up).
+
+Corners of tokens x context x slots come first, then as many of the other programs as fit into half of the time, then
+further rounds over all of them, interleaved, so that a drift of the machine reaches all alike. What was not measured
+is filled in by an additive model; how well that model tells what was measured without it is reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.engine.buckets import Buckets, Key
+from dspark_jax.schedule import StepTimeTable
+from dspark_jax.schedule.additive import AdditiveModel, fit
+from dspark_jax.schedule.step_time import isotonic
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("plain", "verify", "draft")
+NOISY = 0.15
+"""Rounds of one program that differ by more than this (median deviation / median) are noise worth a warning."""
+
+Run = Callable[[Key], float]
+"""Runs one program in full use and returns the seconds it took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        table: rows by slot bucket and context, monotone in tokens; ``draft_ms`` is the draft's.
+        seconds: it took. measured, programs: how many of the programs were measured.
+        held_out: programs that the model was checked against, each left out of the fit in its turn.
+        worst_error: of the model there, relative.
+        noise: median deviation / median of the noisiest program.
+    """
+
+    table: StepTimeTable
+    seconds: float
+    measured: int
+    programs: int
+    held_out: int
+    worst_error: float
+    noise: float
+
+    def lines(self) -> list[str]:
+        """For a start-up log; lines that begin with WARNING deserve attention."""
+        found = [
+            f"step times: {self.measured} of {self.programs} programs measured in {self.seconds:.1f} s; the additive "
+            f"model tells {self.held_out} held-out ones with an error of at most {100 * self.worst_error:.0f} %"
+        ]
+        if self.noise > NOISY:
+            found.append(f"WARNING step times are noisy: rounds of one program differ by {100 * self.noise:.0f} %")
+        if all(row.is_flat for row in self.table.rows):
+            found.append("WARNING step times are flat: every draft looks free, so all of them are verified")
+        return found
+
+
+def profile(
+    run: Run,
+    buckets: Buckets,
+    longest_prompt: int,
+    about: Mapping[str, Any],
+    *,
+    budget_s: float = 15.0,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Measures and fits.
+
+    Args:
+        run: a first call of each program is not counted.
+        about: origin of the table (``origin.origin``).
+        budget_s: no program is begun after it, but that corners are measured once in any case.
+        repeats: rounds wanted.
+    """
+    begin = clock()
+    keys = [key for key in buckets.keys(longest_prompt) if key.kind in KINDS]
+    first = corners(keys)
+    times: dict[Key, list[float]] = {}
+    for key in [*first, *(key for key in keys if key not in first)]:
+        if key not in first and clock() - begin > budget_s / 2:
+            break
+        run(key)
+        times[key] = [run(key)]
+    for _ in range(repeats - 1):
+        for key, rounds in times.items():
+            if clock() - begin > budget_s:
+                break
+            rounds.append(run(key))
+    medians = {key: 1e3 * float(np.median(rounds)) for key, rounds in times.items()}
+    noise = max(float(np.median(np.abs(np.array(r) / np.median(r) - 1.0))) for r in times.values())
+    error, held_out = _worst_error(medians, buckets)
+    return Profile(
+        table=_table(buckets, keys, medians, about),
+        seconds=clock() - begin,
+        measured=len(times),
+        programs=len(keys),
+        held_out=held_out,
+        worst_error=error,
+        noise=noise,
+    )
+
+
+def corners(keys: Sequence[Key]) -> list[Key]:
+    """Of each kind: fewest and most slots, shortest and longest context, fewest and most tokens there."""
+    found: dict[Key, None] = {}
+    for kind in KINDS:
+        own = [key for key in keys if key.kind == kind]
+        for slots in _ends(key.slots for key in own):
+            rows = [key for key in own if key.slots == slots]
+            for context in _ends(key.context for key in rows):
+                row = [key for key in rows if key.context == context]
+                for tokens in _ends(key.tokens for key in row):
+                    found |= {key: None for key in row if key.tokens == tokens}
+    return list(found)
+
+
+def _ends(values: Any) -> list[int]:
+    known = sorted(set(values))
+    return [known[0], known[-1]][: len(known)]
+
+
+def _place(key: Key, buckets: Buckets) -> tuple[int, int]:
+    """Tokens of the program's matmuls, and cache cells it reads."""
+    tokens = key.slots * buckets.drafts if key.kind == "draft" else key.tokens
+    return tokens, key.slots * key.context
+
+
+def _model(medians: Mapping[Key, float], kind: str, buckets: Buckets) -> AdditiveModel:
+    known = [(*_place(key, buckets), ms) for key, ms in medians.items() if key.kind == kind]
+    return fit(*zip(*known, strict=True))
+
+
+def _worst_error(medians: Mapping[Key, float], buckets: Buckets) -> tuple[float, int]:
+    """Relative error of the model at programs that its fit left out, one at a time, and how many they were: those
+    whose number of tokens was also measured with other slots or another context."""
+    worst, held_out = 0.0, 0
+    for key, ms in medians.items():
+        tokens, cells = _place(key, buckets)
+        rest = {k: m for k, m in medians.items() if k != key and k.kind == key.kind}
+        if any(_place(k, buckets)[0] == tokens for k in rest):
+            held_out += 1
+            worst = max(worst, _model(rest, key.kind, buckets).worst_error([tokens], [cells], [ms]))
+    return worst, held_out
+
+
+def _table(
+    buckets: Buckets, keys: Sequence[Key], medians: Mapping[Key, float], about: Mapping[str, Any]
+) -> StepTimeTable:
+    """A row for each slot bucket and context: the plain step first where there is one, then the verify sizes."""
+    models = {kind: _model(medians, kind, buckets) for kind in {key.kind for key in keys}}
+
+    def ms(key: Key) -> float:
+        return medians[key] if key in medians else models[key.kind].ms(*_place(key, buckets))
+
+    rows = []
+    for slots in buckets.slots:
+        for context in buckets.contexts_of(slots):
+            row = [k for k in keys if (k.slots, k.context) == (slots, context) and k.kind != "draft"]
+            by_tokens = {key.tokens: ms(key) for key in sorted(row, key=lambda k: (k.tokens, k.kind == "plain"))}
+            draft = Key("draft", slots, 0, buckets.draft_context(context))
+            rows.append(
+                StepTimeTable(
+                    tokens=list(by_tokens),
+                    milliseconds=isotonic(np.array(list(by_tokens.values()))),
+                    context_tokens=context,
+                    slots=slots,
+                    draft_ms=ms(draft) if buckets.drafts else None,
+                    **about,
+                )
+            )
+    return StepTimeTable.combine(rows)

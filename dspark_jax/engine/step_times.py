@@ -1,0 +1,143 @@
+"""The step times an engine decides by: given, read from a file, kept from an earlier start, or measured now."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.engine.buckets import Buckets
+from dspark_jax.schedule import StepTimeTable
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimes:
+    """Answers what a cycle costs.
+
+    Args:
+        table: rows by slot bucket and context.
+        measured: its rows were measured by an engine (``profile.py``): the first entry of a row is the step
+            without drafts, whose program holds the whole slot bucket. A table that a caller made is taken as
+            given.
+    """
+
+    def __init__(self, table: StepTimeTable, measured: bool) -> None:
+        self.table, self.measured = table, measured
+        self._curves: dict[tuple[int, ...], StepTimeTable] = {}
+
+    def curve(self, requests: int, slots: int, context: int, last: int) -> StepTimeTable:
+        """Step times of a cycle for ``requests`` in a slot bucket, with ``context`` cache cells, up to ``last``
+        tokens: those of its largest program."""
+        key = (requests, slots, context, last)
+        if key not in self._curves:
+            row = self.table.at(context, slots)
+            tokens, ms = row.tokens.tolist(), row.milliseconds.tolist()
+            if self.measured:
+                # With one draft more than none the verify program runs, even where its tokens would fit the plain one.
+                tokens[0] = min(requests, tokens[0])
+            if last < tokens[-1]:
+                kept = sum(t < last for t in tokens)
+                tokens, ms = [*tokens[:kept], last], [*ms[:kept], row.ms(last)]
+            self._curves[key] = dataclasses.replace(row, tokens=tokens, milliseconds=ms)
+        return self._curves[key]
+
+    def draft_ms(self, slots: int, context: int) -> float:
+        """Milliseconds of drafting for a slot bucket; 0 where the table does not say."""
+        return self.table.at(context, slots).draft_ms or 0.0
+
+
+def given(value: Any, here: Mapping[str, str], buckets: Buckets) -> StepTimes | None:
+    """The step times of ``EngineConfig.step_time``: an object is used as it is, a file must be of this machine.
+
+    Raises:
+        ValueError: a file that is no table, one of another machine, device, dtype or model, or one that ends before
+            the largest batch.
+        OSError: it cannot be read.
+    """
+    if value is None:
+        return None
+    times = StepTimes(value, measured=False) if isinstance(value, StepTimeTable) else _from_file(value, here)
+    for slots in buckets.slots:
+        for context in buckets.contexts_of(slots):
+            last = times.table.at(context, slots).last
+            if last < slots:  # it would fail in the middle of traffic
+                raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")
+    return times
+
+
+def _from_file(value: Any, here: Mapping[str, str]) -> StepTimes:
+    table = StepTimeTable.load(value)
+    wrong = table.differences(**{name: text for name, text in here.items() if name != "commit"})
+    if wrong:
+        raise ValueError(f"step_time: {value} was not measured here: {'; '.join(wrong)}")
+    return StepTimes(table, measured=bool(table.rows))
+
+
+def obtain(
+    measure: Callable[[], StepTimeTable], store: Store, progress: Callable[[str], None], anew: bool
+) -> StepTimes:
+    """The table kept from an earlier start, else (or ``anew``) one that is measured and kept."""
+    table = None if anew else store.load()
+    if table is None:
+        table = measure()
+        store.save(table)
+    else:
+        progress(f"step times: those of {store.path}")
+    return StepTimes(table, measured=True)
+
+
+class Store:
+    """Measured tables of earlier starts, one file for each machine, model and set of programs.
+
+    Args:
+        directory: None: the user's cache directory; "": nothing is kept.
+        here: see ``origin.origin``.
+        programs: a text that names the programs; another set of them needs another table.
+    """
+
+    def __init__(self, directory: str | None, here: Mapping[str, str], programs: str) -> None:
+        self._here = dict(here)
+        key = "\n".join([*(f"{name} {text}" for name, text in sorted(self._here.items())), programs])
+        name = f"{self._here['model_hash'][:8]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        place = cache_directory(os.environ) / "step_time" if directory is None else Path(directory)
+        self.path = None if directory == "" else place / name
+
+    def load(self) -> StepTimeTable | None:
+        """The table kept under this key, or None. A file that cannot be used is said and left alone."""
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            table = StepTimeTable.load(self.path)
+        except (ValueError, OSError) as error:
+            logger.warning("step times: %s; measuring again", error)
+            return None
+        wrong = table.differences(**self._here)
+        if wrong:
+            logger.warning("step times: %s is of another origin (%s); measuring again", self.path, "; ".join(wrong))
+            return None
+        return table
+
+    def save(self, table: StepTimeTable) -> None:
+        """Keeps the table for the next start, if it can be written."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(f".{os.getpid()}")
+            table.save(partial)
+            partial.replace(self.path)
+        except OSError as error:
+            logger.warning("step times are not kept: %s", error)
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path:
+    """``$DSPARK_CACHE_DIR``, else ``dspark_jax`` in the user's cache directory (XDG)."""
+    own = environ.get("DSPARK_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark_jax"

@@ -1,0 +1,73 @@
+"""Measures the step times of an engine on this machine: the table by which the adaptive modes decide.
+
+    python scripts/profile_steps.py --set model=smollm2-135m-instruct --set drafter=smollm2-135m-instruct-dspark
+    python scripts/profile_steps.py --config FILE.toml --set out=table.json
+
+Prints the table and how well an additive model tells the programs it was not fitted to. The table is kept where the
+server looks for it, so that a start of the same model on the same machine need not measure; ``out`` writes it
+elsewhere, for ``EngineConfig.step_time``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from dspark_jax import Engine, EngineConfig, load_drafter, load_target
+from dspark_jax.config_toml import load_toml
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Settings; the engine's as in ``EngineConfig``.
+
+    Attributes:
+        model, drafter: as in ``load_target`` and ``load_drafter``.
+        seconds: budget of the measurement; compilation is not part of it.
+        out: a file for the table; empty: only where the server looks.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    drafter: str = "smollm2-135m-instruct-dspark"
+    dtype: str = "auto"
+    mode: str = "lagged"
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    num_speculative_tokens: int | None = None
+    seconds: float = 60.0
+    out: str = ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, and says where the output went. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE.toml")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_toml(args.config, ProfileConfig, args.overrides)
+        target = load_target(config.model, dtype=config.dtype)
+        drafter = load_drafter(config.drafter, target, dtype=config.dtype)
+        shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(config, f.name)}
+        engine = Engine(target, drafter, EngineConfig(**shared, profile_seconds=config.seconds))
+        for note in engine.notes:
+            print(note)
+        table = engine.measure_step_times(print)
+    except (ValueError, OSError) as error:
+        print(f"profile_steps: {error}", file=sys.stderr)
+        return 1
+    for row in table.rows:
+        steps = ", ".join(f"{t}: {ms:.1f}" for t, ms in zip(row.tokens, row.milliseconds, strict=True))
+        print(f"{row.slots} slots, context {row.context_tokens}: draft {row.draft_ms:.1f} ms; ms by tokens {steps}")
+    if config.out:
+        table.save(Path(config.out))
+        print(f"written to {config.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
