@@ -1,7 +1,7 @@
 """Frozen configurations of decoders and drafters, hashable so that they can be static arguments of ``jax.jit``.
 
-A model family is data: the fields below describe Llama, Qwen3 and (the places are kept for it) Gemma 4 decoders
-without a line of family-specific forward code. ``config_io.py`` reads and writes the Hugging Face spelling.
+A model family is data: the fields below describe Llama, Qwen3 and Gemma 4 decoders without a line of
+family-specific forward code. ``config_io`` reads and writes the Hugging Face spelling.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecoderConfig:
     """A decoder-only transformer (a target, or the layers of a drafter).
 
     Attributes:
-        family: ``llama`` or ``qwen3`` (the checkpoint's model_type; decides names, not arithmetic).
+        family: the checkpoint's model_type, a row of ``config_io.FAMILIES``; decides names, not arithmetic.
         layers: one LayerConfig a layer.
         qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
         v_norm: weightless RMSNorm of the values (Gemma 4).

@@ -36,7 +36,7 @@ def drafter_config_from_hf(
         The DrafterConfig; ``block_size`` counts drafts, ``target_layer_ids`` are in DeepSpec's numbers.
 
     Raises:
-        UnsupportedDrafterError: a ValueError for EAGLE-3, MTP, Gemma, mixture-of-experts and others, by name.
+        UnsupportedDrafterError: a ValueError for EAGLE-3, MTP, mixture-of-experts and others, by name.
         ValueError: a missing ``mask_token_id`` (never defaulted), block size or layer ids; contradicting or
             unknown spellings (the message lists what was found); a head declared without its tensors, or the
             reverse.
@@ -167,6 +167,9 @@ def _backbone(config: Mapping[str, Any], fields: Fields, kind: str) -> dict[str,
         if config.get(key) is not None:  # exporters add these beside the nested config
             backbone[key] = config[key]
     backbone["tie_word_embeddings"] = False  # a drafter's head is its own or its target's
+    if str(backbone.get("model_type")).startswith("gemma4") and is_int(backbone.get("num_hidden_layers")):
+        # Every layer of a Gemma 4 drafter is a full one; without the key, most of a target's would slide.
+        backbone.setdefault("layer_types", ["full_attention"] * backbone["num_hidden_layers"])
     _window(backbone, dict(config.get("dflash_config") or {}), fields.source)
     hidden = config.get("target_hidden_size")
     if hidden is not None and backbone.get("hidden_size") not in (None, hidden):

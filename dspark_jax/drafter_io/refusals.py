@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+_GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "dspark_n_routed_experts")
 _BLOCK_KEYS = ("block_size", "dspark_block_size")
 
@@ -66,6 +67,22 @@ def _other_algorithm(f: _Facts) -> bool:
     return f.algorithm is not None and f.algorithm not in ("dspark", "dflash")
 
 
+def _gemma4(f: _Facts) -> bool:
+    return any(model_type in _GEMMA4 for model_type in f.model_types)
+
+
+def _gemma4_sliding(f: _Facts) -> bool:
+    """The reference runs every layer of a Gemma 4 drafter as a full one, whatever its ``layer_types`` say."""
+    return _gemma4(f) and any("sliding_attention" in types for types in f.values.get("layer_types", ()))
+
+
+def _experts(f: _Facts) -> bool:
+    """A dense Gemma 4 drafter copies the numbers of its target's experts; ``enable_moe_block`` decides."""
+    if _gemma4(f):
+        return f.true("enable_moe_block")
+    return f.true(*_EXPERT_KEYS) or f.model_type("moe")
+
+
 def _mask_row(f: _Facts) -> bool:
     return any("mask_embedding" in name for name in f.names)
 
@@ -78,8 +95,9 @@ _REFUSED: tuple[tuple[str, Callable[[_Facts], bool]], ...] = (
     ("Domino drafters", _domino),
     ("drafters of speculators_model_type {algorithm!r}", _other_algorithm),
     ("drafters inside a DeepSeek-V4 checkpoint", lambda f: f.model_type("deepseek")),
-    ("Gemma drafters (gemma4)", lambda f: f.model_type("gemma")),
-    ("mixture-of-experts drafters", lambda f: f.true(*_EXPERT_KEYS) or f.model_type("moe")),
+    ("Gemma drafters other than gemma4_text", lambda f: f.model_type("gemma") and not _gemma4(f)),
+    ("Gemma drafters with sliding layers", _gemma4_sliding),
+    ("mixture-of-experts drafters", _experts),
     ("drafters with causal blocks (causal true)", lambda f: f.true("causal")),
     ("drafters with attention sinks (attention_sink_bias true)", lambda f: f.true("attention_sink_bias")),
     ("drafters with gated attention (attn_output_gate true)", lambda f: f.true("attn_output_gate")),

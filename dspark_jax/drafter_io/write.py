@@ -23,7 +23,7 @@ def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     written only where they say something. ``num_anchors`` is a training setting that its class demands.
     """
     out = _backbone_to_hf(config.decoder)
-    family = {"qwen3": "Qwen3"}.get(config.decoder.family, config.decoder.family.capitalize())
+    family = config.decoder.family.split("_")[0].capitalize()  # gemma4_text, gemma4_unified_text: Gemma4
     out.update(
         architectures=[f"{family}DSparkModel"],
         block_size=slots_of_drafts(config.block_size, config.sample_from_anchor),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DecoderConfig, LayerConfig
@@ -47,7 +48,8 @@ def layer_specs(config: DecoderConfig, layer: LayerConfig, prefix: str) -> PyTre
         attn["v_proj"] = matrix("self_attn.v_proj", kv_out, d, ("kv_heads", "embed"))
     if config.attention_bias:
         for name, out, axis in (("q", q_out, "heads"), ("k", kv_out, "kv_heads"), ("v", kv_out, "kv_heads")):
-            attn[f"{name}_bias"] = bias(f"self_attn.{name}_proj", out, axis)
+            if f"{name}_proj" in attn:
+                attn[f"{name}_bias"] = bias(f"self_attn.{name}_proj", out, axis)
         attn["o_bias"] = bias("self_attn.o_proj", d, None)
     if config.qk_norm:
         attn["q_norm"] = norm("self_attn.q_norm", layer.head_dim)
@@ -192,5 +194,6 @@ def layer_forward(
         h = rms_norm(x, params["post_attention_layernorm"], eps)
         x = x + gated_mlp(params["mlp"], h, config.activation)
     if config.layer_scalar:
-        x = x * params["layer_scalar"][None, :]
+        # A stored buffer of the reference, never learnt.
+        x = x * jax.lax.stop_gradient(params["layer_scalar"])[None, :]
     return x, aux

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dspark_jax.config import LayerConfig, RopeConfig
 from dspark_jax.drafter_io import (
     UnsupportedDrafterError,
     drafter_config_from_hf,
@@ -260,9 +261,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**spelled("speculators"), "speculators_model_type": "peagle"},
         "speculators_model_type.*'peagle'",
     ),
-    "gemma4": (flat(model_type="gemma4_text"), "Gemma"),
-    "gemma4 nested": (
-        {**spelled("speculators"), "transformer_layer_config": {**BACKBONE, "model_type": "gemma4_text"}},
+    "gemma3": (flat(model_type="gemma3_text"), "Gemma"),
+    "gemma3 nested": (
+        {**spelled("speculators"), "transformer_layer_config": {**BACKBONE, "model_type": "gemma3_text"}},
         "Gemma",
     ),
     "experts": (flat(num_experts=64), "mixture-of-experts"),
@@ -350,8 +351,15 @@ def test_our_own_keys_are_written_only_where_they_say_something() -> None:
 
 ORACLE = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash")
 
+# Of a Gemma 4 drafter: shapes and positions of sliding layers, which it does not have, and keys that say nothing
+# once the decoder is dense.
+UNUSED_BY_GEMMA4 = frozenset(
+    """head_dim num_key_value_heads rope_parameters sliding_window moe_intermediate_size num_experts top_k_experts
+    use_bidirectional_attention vocab_size_per_layer_input target_model_type target_text_model_type""".split()
+)
 
-@pytest.mark.parametrize("name", ORACLE)
+
+@pytest.mark.parametrize("name", [*ORACLE, "gemma4_dspark"])
 def test_configs_of_the_reference_survive_reading_and_writing(name: str) -> None:
     """All the keys that DeepSpec's classes read come back with their values."""
     raw = json.loads((oracle_dir() / name / "draft" / "config.json").read_text())
@@ -359,12 +367,13 @@ def test_configs_of_the_reference_survive_reading_and_writing(name: str) -> None
     written = drafter_config_to_hf(config)
     assert drafter_config_from_hf(written, source=name) == config
     training = {"num_anchors", "initializer_range", "attention_dropout", "use_cache", "max_window_layers"}
-    for key in raw.keys() - training - {"dtype", "transformers_version"}:
+    unused = UNUSED_BY_GEMMA4 if name == "gemma4_dspark" else set()
+    for key in raw.keys() - training - unused - {"dtype", "transformers_version"}:
         assert written[key] == raw[key], key
     assert isinstance(written["num_anchors"], int)  # DeepSpec's class refuses to start without it
 
 
-@pytest.mark.parametrize("name", ORACLE)
+@pytest.mark.parametrize("name", [*ORACLE, "gemma4_dspark"])
 def test_the_speculators_spelling_of_a_reference_config_is_the_same_drafter(name: str) -> None:
     raw = json.loads((oracle_dir() / name / "draft" / "config.json").read_text())
     config = drafter_config_from_hf(raw, source=name)
@@ -374,10 +383,49 @@ def test_the_speculators_spelling_of_a_reference_config_is_the_same_drafter(name
 
 
 def test_drafters_of_the_oracle_that_come_later_are_refused_by_name() -> None:
-    for name, kind in (("qwen3_eagle3", "EAGLE-3"), ("gemma4_dspark", "Gemma")):
+    for name, kind in (("qwen3_eagle3", "EAGLE-3"),):
         raw = json.loads((oracle_dir() / name / "draft" / "config.json").read_text())
         with pytest.raises(UnsupportedDrafterError, match=f"{kind}.*not supported yet"):
             drafter_config_from_hf(raw, source=name)
+
+
+def gemma4_drafter(**changes: Any) -> dict[str, Any]:
+    """The reference's drafter config with some keys changed; None removes a key."""
+    raw = json.loads((oracle_dir() / "gemma4_dspark" / "draft" / "config.json").read_text())
+    return {key: value for key, value in {**raw, **changes}.items() if value is not None}
+
+
+def test_a_gemma4_drafter_has_full_layers_of_the_global_shape() -> None:
+    """The stray ``rope_type`` and ``rope_theta`` in ``rope_parameters`` say nothing."""
+    config = read(gemma4_drafter())
+    rope = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
+    assert config.decoder.layers == (LayerConfig(1, 32, rope, 0, True),) * 2
+    assert (config.logit_softcap, config.decoder.embed_scale) == (30.0, 8.0)
+    assert read(gemma4_drafter(layer_types=None)) == config
+    own_values = read(gemma4_drafter(attention_k_eq_v=False))
+    assert own_values.decoder.layers == (LayerConfig(2, 32, rope, 0, False),) * 2
+    assert read(drafter_config_to_hf(own_values)) == own_values
+
+
+def test_a_dense_gemma4_drafter_of_an_expert_target_is_accepted() -> None:
+    """It copies the numbers of its target's experts."""
+    assert read(gemma4_drafter(num_experts=8, top_k_experts=2, moe_intermediate_size=64)) == read(gemma4_drafter())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "Gemma drafters with sliding layers"),
+        ({"enable_moe_block": True}, "mixture-of-experts drafters"),
+        ({"hidden_size_per_layer_input": 16}, "per-layer embeddings"),
+        ({"num_kv_shared_layers": 1}, "keys and values shared between layers"),
+        ({"use_double_wide_mlp": True}, "double-wide MLP"),
+        ({"model_type": "gemma4_assistant"}, "Gemma drafters other than gemma4_text"),
+    ],
+)
+def test_gemma4_drafters_that_cannot_run_are_refused_by_name(changes: dict[str, Any], kind: str) -> None:
+    with pytest.raises(ValueError, match=kind):
+        read(gemma4_drafter(**changes))
 
 
 def test_reading_leaves_the_config_as_it_was() -> None:
