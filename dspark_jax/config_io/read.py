@@ -39,7 +39,7 @@ def decoder_config_from_hf(config: Json, *, source: str, generation_config: Json
     text = _text_config(config)
     model_type = text.get("model_type")
     known = isinstance(model_type, str) and model_type in FAMILIES
-    family = FAMILIES[model_type if known else "llama"]
+    family = FAMILIES[str(model_type) if known else "llama"]
     reader = Reader(text, family.defaults)
     if model_type is None:
         reader.missing.append("model_type")

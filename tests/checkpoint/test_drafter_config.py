@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dspark_jax.config import LayerConfig, RopeConfig
 from dspark_jax.drafter_io import (
     UnsupportedDrafterError,
     drafter_config_from_hf,
@@ -387,45 +386,6 @@ def test_drafters_of_the_oracle_that_come_later_are_refused_by_name() -> None:
         raw = json.loads((oracle_dir() / name / "draft" / "config.json").read_text())
         with pytest.raises(UnsupportedDrafterError, match=f"{kind}.*not supported yet"):
             drafter_config_from_hf(raw, source=name)
-
-
-def gemma4_drafter(**changes: Any) -> dict[str, Any]:
-    """The reference's drafter config with some keys changed; None removes a key."""
-    raw = json.loads((oracle_dir() / "gemma4_dspark" / "draft" / "config.json").read_text())
-    return {key: value for key, value in {**raw, **changes}.items() if value is not None}
-
-
-def test_a_gemma4_drafter_has_full_layers_of_the_global_shape() -> None:
-    """The stray ``rope_type`` and ``rope_theta`` in ``rope_parameters`` say nothing."""
-    config = read(gemma4_drafter())
-    rope = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
-    assert config.decoder.layers == (LayerConfig(1, 32, rope, 0, True),) * 2
-    assert (config.logit_softcap, config.decoder.embed_scale) == (30.0, 8.0)
-    assert read(gemma4_drafter(layer_types=None)) == config
-    own_values = read(gemma4_drafter(attention_k_eq_v=False))
-    assert own_values.decoder.layers == (LayerConfig(2, 32, rope, 0, False),) * 2
-    assert read(drafter_config_to_hf(own_values)) == own_values
-
-
-def test_a_dense_gemma4_drafter_of_an_expert_target_is_accepted() -> None:
-    """It copies the numbers of its target's experts."""
-    assert read(gemma4_drafter(num_experts=8, top_k_experts=2, moe_intermediate_size=64)) == read(gemma4_drafter())
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "Gemma drafters with sliding layers"),
-        ({"enable_moe_block": True}, "mixture-of-experts drafters"),
-        ({"hidden_size_per_layer_input": 16}, "per-layer embeddings"),
-        ({"num_kv_shared_layers": 1}, "keys and values shared between layers"),
-        ({"use_double_wide_mlp": True}, "double-wide MLP"),
-        ({"model_type": "gemma4_assistant"}, "Gemma drafters other than gemma4_text"),
-    ],
-)
-def test_gemma4_drafters_that_cannot_run_are_refused_by_name(changes: dict[str, Any], kind: str) -> None:
-    with pytest.raises(ValueError, match=kind):
-        read(gemma4_drafter(**changes))
 
 
 def test_reading_leaves_the_config_as_it_was() -> None:
