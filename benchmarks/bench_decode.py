@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-
 from report import environment, write
+
 from dspark_jax import Engine, EngineConfig, Request, Sampling, load_drafter, load_target
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from report import environment, write
+
 from dspark_jax.nn.linear import linear
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))

@@ -18,8 +18,8 @@ from statistics import median
 import jax.numpy as jnp
 import numpy as np
 import torch
-
 from report import environment, write
+
 from dspark_jax import Sampling, generate, load_target
 from dspark_jax.evaluate.torch_reference import torch_llama
 

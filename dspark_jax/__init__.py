@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 # Imported here and not on first use: the function must win over the module of the same name.
-from dspark_jax.generate import GenerateOutput, generate
+from dspark_jax.generate import GenerateOutput as GenerateOutput
+from dspark_jax.generate import generate as generate
 
 _EXPORTS = {
     "Sampling": "dspark_jax.config",

@@ -47,8 +47,7 @@ class TargetModel(Protocol):
     def unembed(self, hidden: Array) -> Array: ...
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """Everything that decoding remembers of its slots. Invariant: the anchor sits at position ``length``, in no
     cache yet."""
 
@@ -66,8 +65,7 @@ class DecodeState:
     draft: Any  # drafter state, None without a drafter
 
 
-@flax.struct.dataclass
-class Static:
+class Static(flax.struct.PyTreeNode):
     """The parts of a cycle that are not data: how noise is made and which logit rule holds."""
 
     noise: Noise = flax.struct.field(pytree_node=False, default=HASH_NOISE)

@@ -9,6 +9,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
@@ -26,14 +27,14 @@ PREFILL_PIECE = 512
 """Prompts are run in pieces of at most this many tokens a row."""
 
 
-@flax.struct.dataclass
-class GenerateOutput:
+class GenerateOutput(flax.struct.PyTreeNode):
     """What ``generate`` returns. Invariant: ``1 + committed.sum(1) == lengths``."""
 
     tokens: Array  # [B, N] int32; a stop token is kept as the last one, EMPTY after it
     lengths: Array  # [B] int32: tokens kept, the first one (from prefill) and a stop token included
     committed: Array  # [B, C] int32: tokens kept of each cycle, 0 past the last
     offered: Array  # [B, C] int32: drafts verified in each cycle
+    accepted: Array  # [B, C] int32: drafts accepted in each cycle, of those offered
 
 
 def generate(
@@ -44,7 +45,7 @@ def generate(
     *,
     seeds: Array,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
     verification: str = "rejection",
     num_speculative_tokens: int | None = None,
     admit: str = "all",
@@ -63,6 +64,7 @@ def generate(
         prompts: ``[B, P]`` int32, right-padded; pad ids are ignored. lengths: ``[B]`` int32, 1..P.
         seeds: ``[B]`` uint32.
         max_new_tokens: N >= 1, static.
+        sampling: one setting for all rows, or one for each (static).
         verification: ``rejection`` or ``coupled``; plain decoding with the same seed gives the text of ``coupled``.
         num_speculative_tokens: drafts a block; None: the checkpoint's block.
         admit: ``all``; ``threshold`` (cut before the first position whose raw sigmoid(confidence) is below
@@ -75,8 +77,15 @@ def generate(
     Raises:
         ValueError: naming the argument and the remedy.
     """
+    prompts, lengths, seeds = _integers("prompts", prompts), _integers("lengths", lengths), _integers("seeds", seeds)
     k = _check(target, drafter, prompts, lengths, max_new_tokens, verification, num_speculative_tokens)
-    _check_admission(drafter, admit, confidence_threshold, step_time)
+    if seeds.shape != lengths.shape:
+        raise ValueError(f"seeds must be [B] like lengths, found {seeds.shape} for {lengths.shape}")
+    if not isinstance(sampling, Sampling):
+        sampling = tuple(sampling)  # static, so hashable
+        if len(sampling) != prompts.shape[0]:
+            raise ValueError(f"sampling must be one setting or one a row, found {len(sampling)} for {prompts.shape[0]}")
+    _check_admission(drafter, admit, confidence_threshold, step_time, prompts.shape[0])
     milliseconds, draft_ms = None, 0.0
     if admit == "early_stop":
         rows = prompts.shape[0]
@@ -90,7 +99,7 @@ def generate(
         drafter,
         jnp.asarray(prompts, jnp.int32),
         jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(seeds).astype(jnp.uint32),
+        seeds.astype(jnp.uint32),
         jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32),
         milliseconds,
         jnp.asarray(confidence_threshold, jnp.float32),
@@ -103,6 +112,14 @@ def generate(
         draft_ms=draft_ms,
         static=static,
     )
+
+
+def _integers(name: str, values: Any) -> Any:
+    """An integer array as given (seeds may need all 32 bits, so lists are not narrowed on the way)."""
+    array = values if isinstance(values, jax.Array) else np.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer) and array.size:
+        raise ValueError(f"{name} must be integers, found {array.dtype}")
+    return array
 
 
 def _check(
@@ -124,15 +141,15 @@ def _check(
     known, known_prompts = concrete(lengths), concrete(prompts)
     if known is not None and ((known < 1).any() or (known > prompts.shape[1]).any()):
         raise ValueError(f"lengths must lie in 1..{prompts.shape[1]} (an empty prompt has no token to start from)")
-    longest = prompts.shape[1] if known is None else int(known.max(initial=0))
-    if longest + max_new_tokens > target.max_positions and known is not None:
+    longest = 1 if known is None else int(known.max(initial=0))  # traced: only what is certain is refused
+    if longest + max_new_tokens > target.max_positions:
         raise ValueError(
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the context window of "
             f"{target.max_positions} tokens: shorten the prompt or lower max_new_tokens"
         )
     vocab = getattr(target, "vocab_size", None)
     if known is not None and known_prompts is not None and vocab is not None:
-        inside = jnp.arange(prompts.shape[1])[None, :] < known[:, None]
+        inside = np.arange(prompts.shape[1])[None, :] < known[:, None]
         bad = known_prompts[inside & ((known_prompts < 0) | (known_prompts >= vocab))]
         if bad.size:
             raise ValueError(f"prompts hold token id {int(bad[0])}, outside the vocabulary of {vocab}")
@@ -146,7 +163,7 @@ def _check(
     return int(k)
 
 
-def _check_admission(drafter: DrafterModel | None, admit: str, threshold: float, step_time: Any) -> None:
+def _check_admission(drafter: DrafterModel | None, admit: str, threshold: float, step_time: Any, rows: int) -> None:
     if admit not in ADMIT:
         raise ValueError(f"admit must be one of {', '.join(ADMIT)}, found {admit!r}")
     if admit == "all":
@@ -155,19 +172,25 @@ def _check_admission(drafter: DrafterModel | None, admit: str, threshold: float,
         raise ValueError(f"admit={admit!r} needs a drafter with a confidence head")
     if admit == "early_stop" and step_time is None:
         raise ValueError("admit='early_stop' needs step_time, a StepTimeTable")
+    if admit == "early_stop" and rows > step_time.last:
+        raise ValueError(f"step_time ends at {step_time.last} tokens, fewer than the {rows} rows of prompts")
     if admit == "threshold" and not 0.0 <= float(threshold) <= 1.0:
         raise ValueError(f"confidence_threshold must lie in [0, 1], found {threshold}")
 
 
-def _pick_table(calibration: Any, verification: str, sampling: Sampling) -> Any:
-    """The calibration that belongs to a request: T = 0, or its rule's T = 1 table."""
+def _pick_table(calibration: Any, verification: str, sampling: Sampling | tuple[Sampling, ...]) -> Any:
+    """The calibration that belongs to the requests: T = 0, or their rule's T = 1 table."""
     pick = getattr(calibration, "pick", None)
-    temperature = 0.0 if sampling.temperature < GREEDY_TEMPERATURE else 1.0
-    return calibration if pick is None else pick(verification, temperature)
+    if pick is None:
+        return calibration
+    settings = (sampling,) if isinstance(sampling, Sampling) else sampling
+    greedy = {s.temperature < GREEDY_TEMPERATURE for s in settings}
+    if len(greedy) > 1:
+        raise ValueError("sampling mixes temperature 0 and others, which have different calibrations; pass calibration")
+    return pick(verification, 0.0 if greedy.pop() else 1.0)
 
 
-@flax.struct.dataclass
-class _Loop:
+class _Loop(flax.struct.PyTreeNode):
     """Carry of the decoding loop."""
 
     state: DecodeState
@@ -176,6 +199,7 @@ class _Loop:
     tokens: Array  # [B, N]
     committed: Array  # [B, C]
     offered: Array  # [B, C]
+    accepted: Array  # [B, C]
 
 
 def _admitted(
@@ -185,7 +209,7 @@ def _admitted(
     rows, k = proposal.tokens.shape
     if admit == "all":
         return jnp.full(rows, k, jnp.int32)
-    logits = proposal.confidence_logits
+    logits: Any = proposal.confidence_logits  # there, as ``_check_admission`` has seen to
     if admit == "threshold":
         kept = (jax.nn.sigmoid(logits) >= threshold).astype(jnp.int32)
         return jnp.sum(jnp.cumprod(kept, axis=1), axis=1)
@@ -202,7 +226,7 @@ def _start(
     stop_ids: Array,
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: Sampling | tuple[Sampling, ...],
     coupled: bool,
     width: int,
     rule_state: Any = None,
@@ -230,7 +254,12 @@ def _start(
 
 
 def _prefill(
-    target: TargetModel, drafter: DrafterModel | None, state: DecodeState, prompts: Array, lengths: Array, static: Static
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    prompts: Array,
+    lengths: Array,
+    static: Static,
 ) -> tuple[DecodeState, Array]:
     """All prompts, piece by piece; returns each row's first token ``[B, 1]``."""
     longest = prompts.shape[1]
@@ -242,9 +271,7 @@ def _prefill(
             tokens = jnp.pad(tokens, ((0, 0), (0, piece - tokens.shape[1])))
         count = jnp.clip(lengths - begin, 0, piece)
         last = (lengths > begin) & (lengths <= begin + piece)
-        state, result = cycle.prefill(
-            target, drafter, state, tokens, count, last, context=begin + piece, static=static
-        )
+        state, result = cycle.prefill(target, drafter, state, tokens, count, last, context=begin + piece, static=static)
         first = jnp.where(last[:, None], result.tokens, first)
     return state, first
 
@@ -261,7 +288,7 @@ def _generate(
     calibration: Any,
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: Sampling | tuple[Sampling, ...],
     coupled: bool,
     num_drafts: int,
     admit: str,
@@ -283,15 +310,19 @@ def _generate(
         coupled=coupled,
         width=num_drafts + 1,
     )
+    # Where lengths are traced nobody has checked them: a row then ends where the context window does.
+    room = jnp.maximum(target.max_positions - lengths, 1)
+    state = state.replace(remaining=jnp.minimum(state.remaining, room))
     state, first = _prefill(target, drafter, state, prompts, lengths, static)
     tokens = jnp.full((rows, max_new_tokens), EMPTY, jnp.int32).at[:, :1].set(first)
     loop = _Loop(
         state=state,
         cycles=jnp.zeros((), jnp.int32),
-        made=jnp.ones(rows, jnp.int32),
+        made=(first[:, 0] != EMPTY).astype(jnp.int32),
         tokens=tokens,
         committed=jnp.zeros((rows, cycles), jnp.int32),
         offered=jnp.zeros((rows, cycles), jnp.int32),
+        accepted=jnp.zeros((rows, cycles), jnp.int32),
     )
 
     def body(loop: _Loop) -> _Loop:
@@ -304,7 +335,7 @@ def _generate(
         return _record(loop.replace(state=state), result)
 
     loop = jax.lax.while_loop(lambda c: jnp.any(c.state.active) & (c.cycles < cycles), body, loop)
-    return GenerateOutput(loop.tokens, loop.made, loop.committed, loop.offered)
+    return GenerateOutput(loop.tokens, loop.made, loop.committed, loop.offered, loop.accepted)
 
 
 def _record(loop: _Loop, result: Commit) -> _Loop:
@@ -320,6 +351,7 @@ def _record(loop: _Loop, result: Commit) -> _Loop:
         tokens=tokens,
         committed=loop.committed.at[:, loop.cycles].set(result.count),
         offered=loop.offered.at[:, loop.cycles].set(result.offered),
+        accepted=loop.accepted.at[:, loop.cycles].set(result.accepted),
     )
 
 

@@ -18,8 +18,7 @@ from dspark_jax.layout import Layout
 from dspark_jax.types import Array
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Keys and values of every layer: a tuple of ``[S, Hk, L, D]`` or one ``[N, S, Hk, L, D]`` each."""
 
     k: tuple[Array, ...] | Array
@@ -32,7 +31,8 @@ class KVCache:
     @property
     def length(self) -> int:
         """L, the number of cells of a slot."""
-        return (self.k if self.stacked else self.k[0]).shape[-2]
+        first = self.k[0] if isinstance(self.k, tuple) else self.k
+        return first.shape[-2]
 
 
 def init_cache(layers: tuple[LayerConfig, ...], slots: int, length: int, dtype: Any, stacked: bool = False) -> KVCache:
@@ -83,10 +83,10 @@ def _write_in_loop(cells: Array, new: Array, layout: Layout, layer: Array | None
     new = new.astype(cells.dtype)
 
     def write(r: Array, cells: Array) -> Array:
-        at = (layout.first_slot + r, zero, layout.start[r], zero)
+        at = [layout.first_slot + r, zero, layout.start[r], zero]
         block = jax.lax.dynamic_slice_in_dim(new, r, 1, 0)
         if layer is not None:
-            at, block = (layer, *at), block[None]
+            at, block = [layer, *at], block[None]
         return jax.lax.dynamic_update_slice(cells, block, at)
 
     rows = jnp.where(jnp.any(layout.start >= 0), new.shape[0], 0)  # always all of them

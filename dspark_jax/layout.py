@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from dspark_jax.types import Array
 
 
-@flax.struct.dataclass
-class Layout:
+class Layout(flax.struct.PyTreeNode):
     """Where the T flat tokens of a forward sit. Row r is cache slot ``first_slot + r``."""
 
     first_slot: Array  # [] int32

@@ -27,8 +27,7 @@ class LogitRule(Protocol):
         ...
 
 
-@flax.struct.dataclass
-class PenaltyState:
+class PenaltyState(flax.struct.PyTreeNode):
     """Counts and strengths of B rows."""
 
     in_prompt: Array  # [B, V] bool

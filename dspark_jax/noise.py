@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from dspark_jax.types import Array, accumulate_dtype, cond
@@ -26,8 +25,7 @@ _GOLDEN = 0x9E3779B1
 _LANE = 0x7FEB352D
 
 
-@flax.struct.dataclass
-class NoiseKey:
+class NoiseKey(flax.struct.PyTreeNode):
     """Key of one number (or one vocabulary row of numbers) for each of B rows."""
 
     seed: Array  # [B] uint32

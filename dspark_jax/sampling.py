@@ -7,6 +7,7 @@ image of the floats, one counting pass a bit. That is exact, costs the same for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -16,8 +17,7 @@ from dspark_jax.config import Sampling
 from dspark_jax.types import GREEDY_TEMPERATURE, Array, accumulate_dtype, cond
 
 
-@flax.struct.dataclass
-class SamplingRows:
+class SamplingRows(flax.struct.PyTreeNode):
     """Sampling settings of B rows."""
 
     temperature: Array  # [B] float32
@@ -37,14 +37,19 @@ class SamplingRows:
 
 def sampling_rows(sampling: Sampling | Sequence[Sampling], rows: int) -> SamplingRows:
     """Settings of ``rows`` rows from one Sampling for all or one for each."""
-    each = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
-    if len(each) != rows:
-        raise ValueError(f"{len(each)} Sampling settings for {rows} rows")
+
+    def row(name: str, dtype: Any) -> Array:
+        if isinstance(sampling, Sampling):
+            return jnp.full(rows, getattr(sampling, name), dtype)
+        return jnp.asarray([getattr(s, name) for s in sampling], dtype)
+
+    if not isinstance(sampling, Sampling) and len(sampling) != rows:
+        raise ValueError(f"{len(sampling)} Sampling settings for {rows} rows")
     return SamplingRows(
-        temperature=jnp.asarray([s.temperature for s in each], jnp.float32),
-        top_k=jnp.asarray([s.top_k for s in each], jnp.int32),
-        top_p=jnp.asarray([s.top_p for s in each], jnp.float32),
-        min_p=jnp.asarray([s.min_p for s in each], jnp.float32),
+        temperature=row("temperature", jnp.float32),
+        top_k=row("top_k", jnp.int32),
+        top_p=row("top_p", jnp.float32),
+        min_p=row("min_p", jnp.float32),
     )
 
 

@@ -72,8 +72,7 @@ def _write(cells: Array, new: Array, layout: Layout) -> Array:
     return cells.at[slot[:, None], position].set(layout.pad(new).astype(cells.dtype), mode="drop")
 
 
-@flax.struct.dataclass
-class ScriptedTarget:
+class ScriptedTarget(flax.struct.PyTreeNode):
     """A target whose next-token logits are a table of the last ``order`` tokens."""
 
     table: Array  # [(V + 1) ** order, V]
@@ -118,8 +117,7 @@ class ScriptedTarget:
         return hidden
 
 
-@flax.struct.dataclass
-class ScriptedDrafter:
+class ScriptedDrafter(flax.struct.PyTreeNode):
     """A drafter whose draft logits and confidences are tables of the last ``order`` tokens and of the place.
 
     ``peek``: the confidence of place k is read *behind* token k, so it looks at the drawn token. No real head may do
@@ -168,7 +166,7 @@ class ScriptedDrafter:
         if self.order > 1:
             before = _read(state[:, :context], rows, length - 1, self.order - 1, self.vocab_size)
             history = jnp.concatenate([before, history], axis=1)
-        rule, steps = sampler.start(), []
+        rule, steps = sampler.start(), []  # type: ignore[var-annotated]
         for k in range(num_drafts):
             index = context_index(history, self.vocab_size)
             token, column, log_q, rule = sampler.draw(rule, _look_up(self.table[k], index), k)
@@ -176,10 +174,7 @@ class ScriptedDrafter:
             at = context_index(history, self.vocab_size) if self.peek else index
             confidence = None if self.confidence is None else _look_up(self.confidence[k], at)
             steps.append((token, column, log_q, confidence))
-        tokens, columns, log_q, confidence = (
-            None if parts[0] is None else jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)
-        )
-        return Proposal(tokens, columns, log_q, confidence)
+        return Proposal(*jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *steps))
 
 
 def open_slots(
@@ -201,7 +196,7 @@ def open_slots(
     Nothing is drawn. Args: ``prompts [B, P]``, ``lengths [B]`` (None: P), ``seeds [B]`` (None: 0..B-1).
     """
     rows, longest = prompts.shape
-    known = jnp.full(rows, longest) if lengths is None else lengths
+    known = jnp.full(rows, longest, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     cells = longest + max_new_tokens + (0 if drafter is None else drafter.block_size) + 1
     zeros = jnp.zeros(rows, jnp.int32)
     stop = jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32)
@@ -235,16 +230,17 @@ class Tape:
     of outcomes, and ``weight`` is each one's exact probability. Runs outside of a trace only. Use ``enumerate_worlds``.
     """
 
-    def __init__(self, arities: list[int] | None, group: int = 1) -> None:
+    def __init__(self, arities: list[int] | None, group: int = 1, at_least: int = 1) -> None:
         self.group = group
         self.recording = arities is None
         self.arities: list[int] = [] if arities is None else arities
         self.calls = 0
-        self.worlds = 1 if arities is None else math.prod(arities)
+        combinations = 1 if arities is None else math.prod(arities)
+        self.worlds = max(combinations, at_least)
         self.rows = self.worlds * group
         self.log_probs: list[Array] = []  # [rows, V], of every categorical draw in order
         self.picks: list[np.ndarray] = []  # [rows], of every pick in order
-        self._weight = np.ones(self.worlds)
+        self._weight = (np.arange(self.worlds) < combinations).astype(np.float64)
 
     def _digits(self, arity: int) -> np.ndarray:
         """``[rows]`` the outcome of this draw in every row."""
@@ -253,9 +249,7 @@ class Tape:
             if self.recording:
                 self.arities.append(arity)
             if self.calls >= len(self.arities) or self.arities[self.calls] != arity:
-                raise RuntimeError(
-                    "the number of draws depends on their outcomes: such a run cannot be enumerated"
-                )
+                raise RuntimeError(f"draw {self.calls} has {arity} outcomes, announced were {self.arities}")
             below = 1 if self.recording else math.prod(self.arities[self.calls + 1 :])
             columns.append(np.arange(self.worlds) // below % (1 if self.recording else arity))
             self.calls += 1
@@ -308,25 +302,30 @@ def _known(x: Array) -> np.ndarray:
     return known
 
 
-def enumerate_worlds(run: Callable[[Tape], Result], group: int = 1) -> tuple[Tape, Result]:
+def enumerate_worlds(
+    run: Callable[[Tape], Result], group: int = 1, arities: Sequence[int] | None = None, at_least: int = 1
+) -> tuple[Tape, Result]:
     """Runs ``run(tape)`` on ``tape.rows`` rows, so that every combination of outcomes is one world.
 
-    ``run`` is called twice: once on a single world to count the draws, then on all of them. The number of draws must
-    not depend on their outcomes.
+    ``arities`` are the numbers of outcomes of every draw, in order; None: ``run`` is first called on a single world
+    to count them. The number of draws must not depend on their outcomes. Worlds of weight 0 are added up to
+    ``at_least``, so that cases of different size share their compiled operations.
     """
-    probe = Tape(None, group)
-    run(probe)
-    tape = Tape(probe.arities, group)
+    if arities is None:
+        probe = Tape(None, group)
+        run(probe)
+        arities = probe.arities
+    tape = Tape(list(arities), group, at_least)
     result = run(tape)
     if tape.calls != len(tape.arities):
-        raise RuntimeError("the number of draws depends on their outcomes: such a run cannot be enumerated")
+        raise RuntimeError(f"{len(tape.arities)} draws were announced, {tape.calls} made")
     return tape, result
 
 
 class GumbelTable:
     """Noise read from ``values [tapes, positions, V]``: the row's seed names its tape.
 
-    For ``coupled`` and plain decoding only; a draw with another key is an error, outside of a trace.
+    For ``coupled`` and plain decoding only: a draw with another key gives the index -1, an acceptance number False.
     """
 
     def __init__(self, values: Array) -> None:
@@ -334,16 +333,14 @@ class GumbelTable:
 
     def categorical(self, log_probs: Array, key: NoiseKey, ids: Array | None, greedy: Array) -> Array:
         """See ``noise.Noise``."""
-        purpose = concrete(key.purpose)
-        if purpose is not None and (purpose != PLAIN).any():
-            raise RuntimeError("coupled decoding must use the plain key only")
         g = self.values[key.seed.astype(jnp.int32), key.counter]
         g = g if ids is None else g[:, ids]
-        return jnp.argmax(log_probs + jnp.where(greedy[:, None], 0.0, g), axis=-1).astype(jnp.int32)
+        index = jnp.argmax(log_probs + jnp.where(greedy[:, None], 0.0, g), axis=-1)
+        return jnp.where(greedy | (key.purpose == PLAIN), index, -1).astype(jnp.int32)
 
     def accept(self, prob: Array, key: NoiseKey) -> Array:
-        """Coupled decoding accepts by comparing tokens."""
-        raise RuntimeError("coupled decoding draws no acceptance number")
+        """See ``noise.Noise``."""
+        return jnp.zeros(prob.shape, bool)
 
 
 # ---- tiny transformers ---------------------------------------------------------------------------------------

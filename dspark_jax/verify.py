@@ -9,7 +9,6 @@ Target rows stay flat ``[T, V]``; only the one row at which a block ends is gath
 from __future__ import annotations
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from dspark_jax.layout import Layout
@@ -20,8 +19,7 @@ RESIDUAL_FLOOR = 1e-8
 """At or below this residual mass the draw is from p itself, as in the reference."""
 
 
-@flax.struct.dataclass
-class Drafts:
+class Drafts(flax.struct.PyTreeNode):
     """The drafts of R rows as verification needs them (see ``drafters.base.Proposal``)."""
 
     tokens: Array  # [R, G] target ids
@@ -30,8 +28,7 @@ class Drafts:
     d2t: Array | None  # [Vd]
 
 
-@flax.struct.dataclass
-class RowKeys:
+class RowKeys(flax.struct.PyTreeNode):
     """What keys the numbers of R rows."""
 
     seed: Array  # [R] uint32
@@ -41,8 +38,7 @@ class RowKeys:
     greedy: Array  # [R] bool
 
 
-@flax.struct.dataclass
-class Verdict:
+class Verdict(flax.struct.PyTreeNode):
     """Outcome of a verification."""
 
     accepted: Array  # [R] int32: leading drafts that were accepted
@@ -148,8 +144,7 @@ def draw_undrafted(choice: Array, log_p: Array, layout: Layout, keys: RowKeys, n
     )
 
 
-@flax.struct.dataclass
-class Commit:
+class Commit(flax.struct.PyTreeNode):
     """What a cycle emitted for each of R rows."""
 
     tokens: Array  # [R, W] target ids, EMPTY from count on

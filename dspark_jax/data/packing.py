@@ -66,8 +66,7 @@ class BlockPlan:
         return first[:, None] + np.minimum(place, width[:, None] - 1), place < width[:, None]
 
 
-@flax.struct.dataclass
-class Slots:
+class Slots(flax.struct.PyTreeNode):
     """What every slot of a packed batch reads and is asked for."""
 
     anchors: Array  # [B, A] int32 positions
@@ -97,9 +96,7 @@ def sample_anchors(key: Array, loss_mask: Array, count: int) -> tuple[Array, Arr
     return jnp.where(keep, at, 0).astype(jnp.int32), keep
 
 
-def pack(
-    plan: BlockPlan, anchors: Array, keep: Array, tokens: Array, loss_mask: Array, mask_token_id: int
-) -> Slots:
+def pack(plan: BlockPlan, anchors: Array, keep: Array, tokens: Array, loss_mask: Array, mask_token_id: int) -> Slots:
     """The slots of a batch ``tokens [B, L]`` whose blocks begin at ``anchors [B, A]``.
 
     A slot counts while every label of its block up to its own lies in the sequence and in the loss mask: behind

@@ -20,8 +20,7 @@ from dspark_jax.layout import Layout
 from dspark_jax.types import Array, PyTree
 
 
-@flax.struct.dataclass
-class SharedParams:
+class SharedParams(flax.struct.PyTreeNode):
     """What a drafter borrows from its target, frozen: gradients are taken of the drafter's own tree only."""
 
     embed: Array  # [V, d]
@@ -29,16 +28,14 @@ class SharedParams:
     d2t: Array | None  # [Vd] int32 target ids of the draft vocabulary; None: the whole vocabulary
 
 
-@flax.struct.dataclass
-class DraftState:
+class DraftState(flax.struct.PyTreeNode):
     """The context's keys and values. Same length as the target's cache whenever a block is drafted; the block's
     own keys are never kept."""
 
     cache: KVCache
 
 
-@flax.struct.dataclass
-class Proposal:
+class Proposal(flax.struct.PyTreeNode):
     """One drafted block for each of R rows."""
 
     tokens: Array  # [R, G] int32 target ids

@@ -31,8 +31,7 @@ def drafter_specs(config: DrafterConfig) -> PyTree:
     return specs
 
 
-@flax.struct.dataclass
-class Drafter:
+class Drafter(flax.struct.PyTreeNode):
     """A loaded drafter; implements the contract of ``drafters/base.py``. A pytree, like ``Target``."""
 
     params: PyTree
@@ -158,5 +157,4 @@ class Drafter:
         unroll = num_drafts if jax.default_backend() == "cpu" else 1
         with jax.named_scope("markov_scan"):
             _, outputs = jax.lax.scan(step, carry, steps, unroll=unroll)
-        tokens, index, log_q, confidence = (None if a is None else a.swapaxes(0, 1) for a in outputs)
-        return Proposal(tokens, index, log_q, confidence)
+        return Proposal(*jax.tree.map(lambda a: a.swapaxes(0, 1), outputs))

@@ -17,7 +17,8 @@ class Plan:
     rows: tuple[Tenant | None, ...]  # of the slot bucket; None where nobody works
     drafts: int  # to admit over all rows; 0: the cycle drafts nothing
     slots: int
-    context: int
+    context: int  # cache cells that the target's forward reads
+    draft_context: int
     table: Any  # step times at these slots and this context, or None
 
     @property

@@ -212,12 +212,13 @@ class Engine:
         slots = self.buckets.slot_bucket(1 + max(t.slot or 0 for t in working))
         rows = tuple(t if t is not None and t.may_emit else None for t in self._slots.rows(slots))
         width = self.buckets.width
-        context = self.buckets.context_bucket(max(t.length_bound(width) for t in working) + width)
+        cells = max(t.length_bound(width) for t in working) + width
+        context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.context_bucket(cells)
         table = self.config.step_time
         if table is not None:
             table = table.at(context, slots)
         drafts = self._policy.capacity(self._cycle, working, table)
-        return Plan(self._cycle, rows, drafts, slots, context, table)
+        return Plan(self._cycle, rows, drafts, slots, context, draft_context, table)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
         """A block for every row of the slot bucket; None where the cycle has no drafts."""
@@ -231,7 +232,7 @@ class Engine:
         for row, tenant in enumerate(plan.rows):
             if tenant is not None:
                 temperature[row] = tenant.confidence_temperature
-        key = Key("draft", plan.slots, 0, plan.context)
+        key = Key("draft", plan.slots, 0, plan.draft_context)
         threshold = self.config.confidence_threshold
         return self._programs.draft(self._state, key, plan.drafts, threshold, temperature)
 
@@ -361,7 +362,7 @@ class Engine:
         if table is None or not (self._policy.lagged or self.mode == "early_stop"):
             return
         for slots in self.buckets.slots:
-            for context in self.buckets.contexts:
+            for context in self.buckets.contexts_of(slots):
                 last = table.at(context, slots).last
                 if last < slots:
                     raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")

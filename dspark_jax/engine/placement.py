@@ -20,7 +20,7 @@ class Placement:
     def __init__(self, target: TargetModel) -> None:
         shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(target))
         spread = [s for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1]
-        self._mesh = spread[0].mesh if spread else None
+        self._mesh: Any = spread[0].mesh if spread else None
 
     def put(self, tree: PyTree) -> PyTree:
         """The tree on the device(s)."""

@@ -114,7 +114,8 @@ class Lagged(Policy):
         for tenant, row in scores:
             tenant.scores = [*tenant.scores[-1:], (cycle, row)]
         if scores:
-            self._unread.append((cycle, np.mean([row for _, row in scores], axis=0, dtype=np.float64)))
+            mean = np.mean([row for _, row in scores], axis=0, dtype=np.float64)
+            self._unread.append((cycle, np.asarray(mean)))
 
 
 class Temperatures:

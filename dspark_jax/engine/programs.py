@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -115,7 +116,7 @@ class Programs:
     # Calls
 
     def admit(self, state: DecodeState, slot: int | None, values: DecodeState) -> DecodeState:
-        return self._run(Key("admit"), state, np.int32(slot), values)
+        return self._run(Key("admit"), state, _index(slot), values)
 
     def move(self, state: DecodeState, source: int, to: int) -> DecodeState:
         return self._run(Key("move"), state, np.int32(source), np.int32(to), self.idle())
@@ -128,7 +129,7 @@ class Programs:
         tokens[0, : piece.count] = prompt[piece.start : piece.start + piece.count]
         count, final = np.array([piece.count], np.int32), np.array([last])
         key = Key("prefill", 0, piece.size, piece.context)
-        return self._run(key, state, tokens, count, final, np.int32(slot))
+        return self._run(key, state, tokens, count, final, _index(slot))
 
     def draft(self, state: DecodeState, key: Key, total: int, threshold: float, temperature: np.ndarray) -> steps.Draft:
         """See ``steps.draft``; ``temperature [R, G]`` float32."""
@@ -151,11 +152,11 @@ class Programs:
             return self._function(key)(*self._weights(key), *arguments)
         program = self._table.get(key)
         if program is None:
-            begin = time.perf_counter()
-            program = self._table[key] = self._lower(key, arguments).compile()
+            program, seconds = _timed(lambda: self._lower(key, arguments).compile())
+            self._table[key] = program
             if self.warm:
                 self.late_compiles += 1
-                logger.warning("compiled %s after the warm-up: %.1f s", key, time.perf_counter() - begin)
+                logger.warning("compiled %s after the warm-up: %.1f s", key, seconds)
         return program(*self._weights(key), *arguments)
 
     def _weights(self, key: Key) -> tuple[Any, ...]:
@@ -212,16 +213,18 @@ class Programs:
         Tracing needs Python; XLA does not, so two compilations run beside it.
         """
         todo = [key for key in keys if key not in self._table]
-        begins: dict[Key, float] = {}
+        waiting: deque[tuple[Key, float, Future[tuple[Any, float]]]] = deque()
+        done = 0
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as pool:
-            waiting: list[tuple[Key, Future[Any]]] = []
-            for key in todo:
-                begins[key] = time.perf_counter()
-                waiting.append((key, pool.submit(self._lower(key, self._example(key, state)).compile)))
-            for done, (key, future) in enumerate(waiting, 1):
-                self._table[key] = future.result()
-                state = self._try(key, state)
-                progress(f"compiled {key} ({done}/{len(todo)}) {time.perf_counter() - begins[key]:.1f} s")
+            for key in [*todo, None]:
+                if key is not None:
+                    lowered, seconds = _timed(self._lower, key, self._example(key, state))
+                    waiting.append((key, seconds, pool.submit(_timed, lowered.compile)))
+                while waiting and (key is None or len(waiting) > 2):
+                    ready, seconds, future = waiting.popleft()
+                    self._table[ready], more = future.result()
+                    state, done = self._try(ready, state), done + 1
+                    progress(f"compiled {ready} ({done}/{len(todo)}) {seconds + more:.1f} s")
         return state
 
     def _example(self, key: Key, state: DecodeState) -> tuple[Any, ...]:
@@ -252,3 +255,16 @@ class Programs:
         if key.kind == "draft":
             return state
         return out[0] if isinstance(out, tuple) else out
+
+
+def _timed(f: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What ``f`` returns, and the seconds it took."""
+    begin = time.perf_counter()
+    return f(*arguments), time.perf_counter() - begin
+
+
+def _index(slot: int | None) -> np.int32:
+    """A tenant's slot as the programs take it. Raises RuntimeError where it has none."""
+    if slot is None:
+        raise RuntimeError("a request without a slot cannot be run")
+    return np.int32(slot)

@@ -36,7 +36,7 @@ class Emitted(NamedTuple):
     """A Commit on the host."""
 
     tokens: np.ndarray  # [R, W]
-    count: np.ndarray  # [R]
+    count: np.ndarray  # type: ignore[assignment]  # [R]; shadows tuple.count
     accepted: np.ndarray  # [R]
     offered: np.ndarray  # [R]
     finished: np.ndarray  # [R] bool
@@ -109,7 +109,7 @@ def draft(
     if rule == "top_k":
         admitted = admit_top_k_device(survival, total)
     elif rule == "threshold":
-        admitted = admit_threshold(jax.nn.sigmoid(proposal.confidence_logits), threshold)
+        admitted = admit_threshold(jax.nn.sigmoid(jnp.asarray(proposal.confidence_logits)), threshold)
     else:
         admitted = jnp.full(rows, drafts, jnp.int32)
     return Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
@@ -172,7 +172,8 @@ def _copy_cells(cache: KVCache, source: Array, to: Array, length: Array) -> KVCa
     slot_axis = 1 if cache.stacked else 0
 
     def body(i: Array, cells: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        start = jnp.minimum(i * chunk, cache.length - chunk)  # the last chunk may overlap the one before it
+        # The last chunk may overlap the one before it.
+        start = jnp.minimum(i * chunk, cache.length - chunk).astype(jnp.int32)
 
         def one(a: Array) -> Array:
             size = list(a.shape)

@@ -18,8 +18,7 @@ _MAX_SCORES = 1 << 24
 """Scores held at once, in elements; longer prefills are walked in pieces of queries."""
 
 
-@flax.struct.dataclass
-class KeyBlock:
+class KeyBlock(flax.struct.PyTreeNode):
     """Keys a query block may see: k, v ``[R, Hk, C, D]``, visible ``[R, W, C]`` bool."""
 
     k: Array

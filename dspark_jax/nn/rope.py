@@ -20,7 +20,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
     if rotary != head_dim:
-        raise ValueError(f"rope kind {rope.kind!r}: partial_rotary_factor {rope.partial_rotary_factor} is not supported")
+        share = rope.partial_rotary_factor
+        raise ValueError(f"rope kind {rope.kind!r}: partial_rotary_factor {share} is not supported")
     base = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return base, 1.0

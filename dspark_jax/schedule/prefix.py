@@ -145,7 +145,7 @@ def admit_top_k(survival: ArrayLike, k: int) -> np.ndarray:
     return _lengths(rows, values, min(wanted, values.size))
 
 
-def admit_threshold(conditional: Any, threshold: float) -> Any:
+def admit_threshold(conditional: Any, threshold: Any) -> Any:
     """Cut each row before the first position whose conditional acceptance probability is below the threshold.
 
     DeepSpec's rule: per position, not cumulative, and one low position ends the row whatever follows.

@@ -19,8 +19,7 @@ from dspark_jax.targets.decoder import decoder_specs, embed, forward, unembed
 from dspark_jax.types import Array, Opaque, PyTree
 
 
-@flax.struct.dataclass
-class Target:
+class Target(flax.struct.PyTreeNode):
     """A frozen language model. A pytree: pass it to ``jax.jit`` as an argument, never close over it.
 
     Build one with ``dspark_jax.load_target`` or, from parameters at hand, with ``Target.build``.

@@ -52,9 +52,9 @@ def packed_hidden(
         tables = rope_tables(layer.rope, layer.head_dim, slots.position.reshape(-1), wide)
 
         def attend(q, own_k, own_v, k=k, v=v, layer=layer):  # type: ignore[no-untyped-def]
-            per_row = (a.reshape(batch, plan.slots, *a.shape[1:]) for a in (q, own_k, own_v))
+            q, own_k, own_v = (a.reshape(batch, plan.slots, *a.shape[1:]) for a in (q, own_k, own_v))
             seen = _context_visible(anchor, slots.position, length, layer.window)
-            out = _attention(*per_row, k, v, seen, plan, attention_scale(decoder, layer), layer.window)
+            out = _attention(q, own_k, own_v, k, v, seen, plan, attention_scale(decoder, layer), layer.window)
             return out.reshape(batch * plan.slots, *out.shape[2:]), None
 
         with jax.named_scope(f"draft_layer_{i}"):

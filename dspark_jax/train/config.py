@@ -19,9 +19,11 @@ class DataConfig:
         least_learnt: records with fewer learnt tokens are passed over.
         batch: sequences a step.
         anchors: blocks a sequence.
+        rounds: optimiser updates a step; each takes its share of every sequence's anchors, so that one pass of the
+            target serves many small updates.
         widths: pattern of block widths over a sequence's anchors.
         heldout_batches: batches of an evaluation.
-        heldout_widths: pattern of the widths measured.
+        heldout_anchors, heldout_widths: blocks measured a sequence, and the pattern of their widths.
     """
 
     train: Path
@@ -30,9 +32,15 @@ class DataConfig:
     least_learnt: int = 2
     batch: int = 2
     anchors: int = 160
+    rounds: int = 1
     widths: tuple[int, ...] = (7,)
     heldout_batches: int = 6
+    heldout_anchors: int = 160
     heldout_widths: tuple[int, ...] = (7,)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.anchors % self.rounds:
+            raise ValueError(f"anchors = {self.anchors} cannot be shared among rounds = {self.rounds}")
 
 
 @dataclasses.dataclass(frozen=True)

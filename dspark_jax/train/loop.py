@@ -1,8 +1,8 @@
 """A training run: resume, step, measure, save. What it writes, it writes into one folder.
 
-``config.json`` (and every later one, numbered, where a resumed run changed it), ``metrics.jsonl``, ``checkpoints/``
-(orbax), ``drafter/`` (the newest export in DeepSpec's layout), ``d2t.npy``. Killed at any moment and started again,
-a run goes on from its last checkpoint with the same numbers as one that was never killed.
+``config.json``, ``metrics.jsonl``, ``checkpoints/`` (orbax), ``drafter/`` (the newest export in DeepSpec's layout),
+``d2t.npy``. Killed at any moment and started again, a run goes on from its last checkpoint with the same numbers as
+one that was never killed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -56,10 +57,11 @@ class Run:
         self.drafter: DrafterConfig = drafter_config(config.drafter, target.config)
         self.d2t = self._draft_vocabulary(target.vocab_size)
         self.frozen = Frozen.build(target, self.d2t)
-        plan = BlockPlan.cycle(config.data.anchors, config.data.widths)
+        data = config.data
+        plan = BlockPlan.cycle(data.anchors // data.rounds, data.widths)
         self._rate = schedule(config.optim)
-        self._step = make_train_step(self.drafter, plan, config.loss, config.optim)
-        self._heldout_plan = BlockPlan.cycle(config.data.anchors, config.data.heldout_widths)
+        self._step = make_train_step(self.drafter, plan, data.rounds, config.loss, config.optim)
+        self._heldout_plan = BlockPlan.cycle(data.heldout_anchors, data.heldout_widths)
         self._measure = make_heldout_step(self.drafter, self._heldout_plan)
         self._manager = ocp.CheckpointManager(
             (self.folder / "checkpoints").absolute(),
@@ -96,38 +98,48 @@ class Run:
         LOG.info("resuming from step %d", latest)
         state = self._manager.restore(latest, args=ocp.args.StandardRestore(state))
         # Arrays restored by orbax may live in buffers that cannot be donated.
-        return jax.tree.map(lambda x: jax.numpy.array(x, copy=True), state)
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
     def run(self) -> None:
-        """Trains until ``optim.total_steps``.
+        """Trains until ``optim.total_steps``; the last state is saved, measured and exported.
 
-        Raises NonFiniteLoss, or OutOfText when every record was seen once.
+        Raises NonFiniteLoss, or OutOfText when every record was seen once (the work is saved then, too).
         """
-        rhythm = self.config.run
-        step = int(self.state.step)
-        started = saved = measured = time.monotonic()
-        if step == 0:
+        if int(self.state.step) == 0:
             self.evaluate()
+        try:
+            self._train()
+        except OutOfText:
+            self._finish()
+            raise
+        self._finish()
+
+    def _train(self) -> None:
+        rhythm = self.config.run
+        started = saved = measured = time.monotonic()
         waiting: list[dict[str, Any]] = []
-        while step < self.config.optim.total_steps:
+        for step in range(int(self.state.step), self.config.optim.total_steps):
             batch = self._next_batch()
-            rate = np.float32(self._rate(step))
-            self.state, metrics = self._step(self.state, self.frozen, batch.tokens, batch.loss_mask, rate)
+            tokens, learnt = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
+            rate = jnp.asarray(self._rate(step), jnp.float32)
+            self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate)
             waiting.append(metrics)
-            step += 1
-            if step % rhythm.log_every == 0:
+            if (step + 1) % rhythm.log_every == 0:
+                jax.block_until_ready(self.state)
                 now = time.monotonic()
-                self._log_steps(step, waiting, (now - started) / len(waiting))
+                self._log_steps(step + 1, waiting, (now - started) / len(waiting))
                 waiting, started = [], now
-            now = time.monotonic()
-            if now - saved > rhythm.save_every_s:
+            if time.monotonic() - saved > rhythm.save_every_s:
                 self.save()
-                saved = now
-            if now - measured > rhythm.evaluate_every_s:
+                saved = time.monotonic()
+            if time.monotonic() - measured > rhythm.evaluate_every_s:
+                paused = time.monotonic()
                 self.evaluate()
                 self.export()
-                started += time.monotonic() - now  # not the steps' time
                 measured = time.monotonic()
+                started += measured - paused  # not the steps' time
+
+    def _finish(self) -> None:
         self.save()
         self.evaluate()
         self.export()
@@ -171,7 +183,7 @@ class Run:
         )
 
     def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float) -> None:
-        values = {name: np.asarray([float(m[name]) for m in waiting]) for name in waiting[0]}
+        values = jax.tree.map(lambda *parts: np.concatenate(parts), *waiting)
         line: dict[str, Any] = {
             "step": step,
             "positions": float(self.state.positions),
@@ -182,7 +194,7 @@ class Run:
             "seconds_per_step": seconds,
         }
         for name in ("ce", "l1", "confidence"):
-            line[name] = float(values[f"{name}_num"].sum() / (values[f"{name}_den"].sum() + 1e-6))
+            line[name] = float(values[name][0].sum() / (values[name][1].sum() + 1e-6))
         self._write(line)
         if int(self.state.skipped) >= self.config.run.max_skipped:
             raise NonFiniteLoss(f"step {step}: {int(self.state.skipped)} steps in a row without a finite loss")

@@ -19,8 +19,7 @@ EPSILON = 1e-6
 Pair = tuple[Array, Array]
 
 
-@flax.struct.dataclass
-class Loss:
+class Loss(flax.struct.PyTreeNode):
     """``total`` is the weighted sum of the three quotients; each term is (numerator, denominator), scalars."""
 
     total: Array

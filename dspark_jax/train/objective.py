@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.data.packing import BlockPlan, Slots, pack, sample_anchors
+from dspark_jax.data.packing import BlockPlan, Slots, pack
 from dspark_jax.drafters.base import SharedParams
 from dspark_jax.targets import Target
 from dspark_jax.train.block_forward import packed_heads, packed_hidden
@@ -18,8 +18,7 @@ from dspark_jax.train.teacher import TeacherHead, teacher_states
 from dspark_jax.types import Array, PyTree
 
 
-@flax.struct.dataclass
-class Frozen:
+class Frozen(flax.struct.PyTreeNode):
     """All that training does not change."""
 
     target: Target
@@ -36,35 +35,40 @@ class Frozen:
             ids = np.full(target.vocab_size, -1, np.int32)
             ids[d2t] = np.arange(len(d2t))
             draft_ids = jnp.asarray(ids)
-        shared = SharedParams(
-            target.params["embed_tokens"], head.inside, None if d2t is None else jnp.asarray(d2t)
-        )
+        shared = SharedParams(target.params["embed_tokens"], head.inside, None if d2t is None else jnp.asarray(d2t))
         return cls(target, shared, head, draft_ids)
 
 
-@flax.struct.dataclass
-class Lesson:
-    """A packed batch and what the teacher says about it."""
+class Lesson(flax.struct.PyTreeNode):
+    """Text and what the teacher says about it."""
 
-    slots: Slots
+    tokens: Array  # [B, L]
+    loss_mask: Array  # [B, L] bool
     features: Array  # [B, L, m * d]
     probs: Array  # [B, L, Vd] target probabilities of the next token
     outside: Array | None  # [B, L]
     top_inside: Array  # [B, L] bool
 
 
-def prepare(
-    config: DrafterConfig, frozen: Frozen, plan: BlockPlan, key: Array, tokens: Array, loss_mask: Array
-) -> Lesson:
-    """Runs the target over ``tokens [B, L]`` and draws the anchors."""
+def prepare(config: DrafterConfig, frozen: Frozen, tokens: Array, loss_mask: Array) -> Lesson:
+    """Runs the target over ``tokens [B, L]``."""
     with jax.named_scope("teacher"):
         final, features = teacher_states(frozen.target, tokens, config.target_layer_ids)
         rows, length, _ = final.shape
-        answers = frozen.head(final.reshape(rows * length, -1))
-        probs, outside, top_inside = (None if a is None else a.reshape(rows, length, *a.shape[1:]) for a in answers)
-    anchors, keep = sample_anchors(key, loss_mask, plan.anchors)
-    slots = pack(plan, anchors, keep, tokens, loss_mask, config.mask_token_id)
-    return Lesson(slots, features, probs, outside, top_inside)
+        probs, outside, top_inside = frozen.head(final.reshape(rows * length, -1))
+    return Lesson(
+        tokens,
+        loss_mask,
+        features,
+        probs.reshape(rows, length, -1),
+        None if outside is None else outside.reshape(rows, length),
+        top_inside.reshape(rows, length),
+    )
+
+
+def blocks(config: DrafterConfig, plan: BlockPlan, lesson: Lesson, anchors: Array, keep: Array) -> Slots:
+    """The packed blocks behind ``anchors [B, A]`` of a lesson's text."""
+    return pack(plan, anchors, keep, lesson.tokens, lesson.loss_mask, config.mask_token_id)
 
 
 def rows_of(values: Array, row: Array) -> Array:
@@ -73,10 +77,15 @@ def rows_of(values: Array, row: Array) -> Array:
 
 
 def loss(
-    config: DrafterConfig, settings: LossConfig, frozen: Frozen, plan: BlockPlan, params: PyTree, lesson: Lesson
+    config: DrafterConfig,
+    settings: LossConfig,
+    frozen: Frozen,
+    plan: BlockPlan,
+    params: PyTree,
+    lesson: Lesson,
+    slots: Slots,
 ) -> Loss:
-    """Equations 8 to 12 over the slots of a batch."""
-    slots = lesson.slots
+    """Equations 8 to 12 over packed slots."""
     with jax.named_scope("draft"):
         hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
         logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
@@ -100,11 +109,10 @@ def loss(
 
 
 def acceptance(
-    config: DrafterConfig, frozen: Frozen, plan: BlockPlan, params: PyTree, lesson: Lesson
+    config: DrafterConfig, frozen: Frozen, plan: BlockPlan, params: PyTree, lesson: Lesson, slots: Slots
 ) -> dict[str, Array]:
     """Teacher-forced acceptance of every slot ``[B, T]``: 1 - TV (``rate``), whether both arg-max agree
     (``agree``), the confidence head's probability (``confidence``), and ``mask``."""
-    slots = lesson.slots
     hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
     logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)
     p = rows_of(lesson.probs, slots.row)

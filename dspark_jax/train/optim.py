@@ -49,7 +49,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Gradients times ``min(1, limit / (norm + 1e-6))``, the reference's rule; optax has no such denominator."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        factor = jnp.minimum(1.0, limit / (optax.global_norm(updates) + 1e-6))
+        factor = jnp.minimum(1.0, limit / (optax.tree.norm(updates) + 1e-6))
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,7 +1,9 @@
-"""The jitted programs of training: one optimiser step, one held-out measurement."""
+"""The jitted programs of training: a step over a few sequences, and a held-out measurement."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +13,25 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.data.packing import BlockPlan
+from dspark_jax.data.packing import BlockPlan, sample_anchors
+from dspark_jax.nn.linear import linear
 from dspark_jax.train.config import LossConfig, OptimConfig
-from dspark_jax.train.objective import Frozen, acceptance, loss, prepare
+from dspark_jax.train.objective import Frozen, Lesson, acceptance, loss, prepare
+from dspark_jax.train.objective import blocks as pack_blocks
 from dspark_jax.train.optim import keep_buffers, optimizer
 from dspark_jax.types import Array, PyTree
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Enough to resume bit for bit."""
 
-    step: Array  # [] int32 steps taken
+    step: Array  # [] int32 steps taken, of ``rounds`` updates each
     params: PyTree
     opt_state: PyTree
     key: Array  # base key; the key of a step is folded from it
     cursor: Array  # [] int32: the next record
     positions: Array  # [] float32: slots that counted in the loss so far
-    skipped: Array  # [] int32: steps in a row whose loss or gradient was not finite
+    skipped: Array  # [] int32: updates in a row whose loss or gradient was not finite
 
 
 def init_state(params: PyTree, optim: OptimConfig, seed: int) -> TrainState:
@@ -48,23 +51,26 @@ def init_state(params: PyTree, optim: OptimConfig, seed: int) -> TrainState:
     )
 
 
+@functools.lru_cache(maxsize=8)
 def make_train_step(
-    config: DrafterConfig, plan: BlockPlan, settings: LossConfig, optim: OptimConfig
+    config: DrafterConfig, plan: BlockPlan, rounds: int, settings: LossConfig, optim: OptimConfig
 ) -> Callable[[TrainState, Frozen, Array, Array, Array], tuple[TrainState, dict[str, Array]]]:
-    """``step(state, frozen, tokens [B, L], loss_mask [B, L], rate []) -> (state, metrics)``; the state is donated."""
+    """``step(state, frozen, tokens [B, L], loss_mask [B, L], rate []) -> (state, metrics)``; the state is donated.
 
-    def step(
-        state: TrainState, frozen: Frozen, tokens: Array, loss_mask: Array, rate: Array
-    ) -> tuple[TrainState, dict[str, Array]]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        lesson = jax.lax.stop_gradient(prepare(config, frozen, plan, key, tokens, loss_mask))
+    The target reads the text once; then ``rounds`` updates follow, each on ``plan``'s blocks of every sequence. The
+    learning rate is an argument; of ``optim`` only what makes another program is read. Equal arguments give the
+    same compiled function.
+    """
+
+    def update(state: TrainState, frozen: Frozen, lesson: Lesson, blocks: Any, rate: Array) -> tuple[TrainState, Any]:
+        slots = pack_blocks(config, plan, lesson, *blocks)
 
         def objective(params: PyTree) -> tuple[Array, Any]:
-            value = loss(config, settings, frozen, plan, params, lesson)
+            value = loss(config, settings, frozen, plan, params, lesson, slots)
             return value.total, value
 
         (total, terms), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         updates, opt_state = optimizer(optim, rate).update(gradient, state.opt_state, state.params)
         good = jnp.isfinite(total) & jnp.isfinite(norm)
         params, opt_state = jax.tree.map(
@@ -72,33 +78,55 @@ def make_train_step(
             (optax.apply_updates(state.params, keep_buffers(updates)), opt_state),
             (state.params, state.opt_state),
         )
-        counted = jnp.sum(lesson.slots.mask)
-        new = state.replace(
-            step=state.step + 1,
+        state = dataclasses.replace(
+            state,
             params=params,
             opt_state=opt_state,
-            cursor=state.cursor + tokens.shape[0],
-            positions=state.positions + counted,
+            positions=state.positions + jnp.sum(slots.mask),
             skipped=jnp.where(good, 0, state.skipped + 1),
         )
-        metrics = {
-            "total": total,
-            "grad_norm": norm,
-            **{f"{name}_num": getattr(terms, name)[0] for name in ("ce", "l1", "confidence")},
-            **{f"{name}_den": getattr(terms, name)[1] for name in ("ce", "l1", "confidence")},
-        }
-        return new, metrics
+        pairs = {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence}
+        return state, {"total": total, "grad_norm": norm, **pairs}
+
+    def step(
+        state: TrainState, frozen: Frozen, tokens: Array, loss_mask: Array, rate: Array
+    ) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        lesson = jax.lax.stop_gradient(prepare(config, frozen, tokens, loss_mask))
+        drawn = sample_anchors(key, loss_mask, plan.anchors * rounds)
+        # Sequences with too few anchors lack the last ones: dealt out in turn, every round lacks its share.
+        shares = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, rounds).transpose(2, 0, 1), drawn)
+        state, metrics = jax.lax.scan(lambda s, blocks: update(s, frozen, lesson, blocks, rate), state, shares)
+        state = dataclasses.replace(state, step=state.step + 1, cursor=state.cursor + tokens.shape[0])
+        return state, metrics
 
     return jax.jit(step, donate_argnums=0)
 
 
+@functools.lru_cache(maxsize=8)
 def make_heldout_step(
     config: DrafterConfig, plan: BlockPlan
 ) -> Callable[[PyTree, Frozen, Array, Array, Array], dict[str, Array]]:
     """``measure(params, frozen, key, tokens, loss_mask) -> objective.acceptance``."""
 
     def measure(params: PyTree, frozen: Frozen, key: Array, tokens: Array, loss_mask: Array) -> dict[str, Array]:
-        lesson = prepare(config, frozen, plan, key, tokens, loss_mask)
-        return acceptance(config, frozen, plan, params, lesson)
+        lesson = prepare(config, frozen, tokens, loss_mask)
+        slots = pack_blocks(config, plan, lesson, *sample_anchors(key, loss_mask, plan.anchors))
+        return acceptance(config, frozen, plan, params, lesson, slots)
 
     return jax.jit(measure)
+
+
+def make_bigram_step(rule: optax.GradientTransformation) -> Callable[..., tuple[tuple[Array, Array], Any]]:
+    """``step((w1 [M, r], w2 [Vd, r]), state, rows [N], law [N, Vd]) -> (tables, state)``: one update of a low-rank
+    bigram table on the cross entropy of ``softmax(w2 w1[row])`` against each row's law."""
+
+    def step(tables: tuple[Array, Array], state: Any, rows: Array, law: Array) -> tuple[tuple[Array, Array], Any]:
+        def objective(tables: tuple[Array, Array]) -> Array:
+            log_q = jax.nn.log_softmax(linear(tables[1], tables[0][rows]), axis=-1)
+            return -jnp.mean(jnp.sum(law * log_q, axis=-1))
+
+        updates, state = rule.update(jax.grad(objective)(tables), state)
+        return optax.apply_updates(tables, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))

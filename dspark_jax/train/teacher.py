@@ -15,8 +15,7 @@ from dspark_jax.targets import Target
 from dspark_jax.types import Array, accumulate_dtype
 
 
-@flax.struct.dataclass
-class TeacherHead:
+class TeacherHead(flax.struct.PyTreeNode):
     """The target's LM head cut in two: rows of the draft vocabulary in draft order, and all others."""
 
     inside: Array  # [Vd, d]

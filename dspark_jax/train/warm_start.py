@@ -1,7 +1,7 @@
 """Where a drafter begins: the target's last layers, and the text's own statistics.
 
 Copied layers and an identity projection of the last tap reach in minutes what random ones need hours for. The
-Markov head begins as the truncated singular value decomposition of the text's shifted log-bigram counts.
+Markov head begins as a low-rank fit of the text's bigrams.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dspark_jax.config import DrafterConfig, LayerConfig
 from dspark_jax.data.records import Records
@@ -19,6 +20,7 @@ from dspark_jax.drafters.dspark import drafter_specs
 from dspark_jax.nn.block import split_projections
 from dspark_jax.params import init
 from dspark_jax.targets import Target
+from dspark_jax.train.step import make_bigram_step
 from dspark_jax.types import PyTree
 
 
@@ -55,22 +57,46 @@ def truncated_svd(matrix: np.ndarray, rank: int, seed: int, rounds: int = 3) -> 
 
 
 def bigram_factors(
-    records: Records, d2t: np.ndarray, vocab_size: int, rank: int, *, smoothing: float = 0.5, seed: int = 0
+    records: Records,
+    d2t: np.ndarray,
+    vocab_size: int,
+    rank: int,
+    *,
+    steps: int = 600,
+    prior: float = 5.0,
+    seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """W1 ``[V, rank]`` and W2 ``[Vd, rank]`` of a vanilla Markov head that imitates the text's bigrams.
 
-    The matrix is ``log(1 + count / smoothing)``, whose row-wise softmax is the smoothed bigram law; rows are
-    weighted by frequency to the power 1/4, so that the rank is spent where text is. Only tokens of the draft
-    vocabulary have a row; the others begin at zero.
+    The bigram law is smoothed with ``prior`` counts of the unigram law. The decomposition of its centred logarithm
+    is only a beginning (acceptance 0.14 where the law itself has 0.18): a least-squares fit spends its rank on
+    pairs that never occur. ``steps`` of gradient descent on the cross entropy recover most of the rest in a minute.
+    Only tokens of the draft vocabulary have a row; the others begin at zero.
     """
     counts = bigram_counts(records, d2t, d2t, vocab_size)
-    weight = np.maximum(counts.sum(1, keepdims=True), 1.0) ** 0.25
-    a, b = truncated_svd(np.log1p(counts / smoothing) * weight, rank, seed)
+    unigram = counts.sum(0) + 0.5
+    unigram *= prior / unigram.sum()
+    total = counts.sum(1)
+    centred = np.log(counts + unigram)
+    centred -= centred.mean(1, keepdims=True)
+    weight = np.sqrt(np.maximum(total, 1.0))[:, None]
+    centred *= weight
+    a, b = truncated_svd(centred, rank, seed, rounds=1)
+    del centred
+    a /= weight
+    balance = np.sqrt(np.abs(b).mean() / np.abs(a).mean())
+    tables = (jnp.asarray(a * balance), jnp.asarray(b / balance))
+    rule = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
+    state, step = rule.init(tables), make_bigram_step(rule)
+    drawn = np.maximum(total, 3.0) ** 0.75
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        rows = rng.choice(len(total), min(256, len(total)), p=drawn / drawn.sum(), replace=False)
+        law = (counts[rows] + unigram) / (total[rows] + prior)[:, None]
+        tables, state = step(tables, state, rows, law)
     w1 = np.zeros((vocab_size, rank), np.float32)
-    w1[d2t] = a / weight
-    # The two tables begin with entries of equal size.
-    ratio = np.sqrt(np.abs(b).mean() / np.abs(w1[d2t]).mean())
-    return w1 * ratio, (b / ratio).astype(np.float32)
+    w1[d2t] = tables[0]
+    return w1, np.asarray(tables[1])
 
 
 def _shape(layer: LayerConfig) -> tuple[int, int, bool]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,10 +17,11 @@ from dspark_jax.schedule import StepTimeTable
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
 
 VOCAB, BLOCK, WINDOW = 7, 3, 48
+Models = tuple[ScriptedTarget, ScriptedDrafter]
 PROMPT, NEW = 16, 16  # longest ones of the references
 
 
-def scripted_models(seed: int = 0, max_positions: int = 64) -> tuple[ScriptedTarget, ScriptedDrafter]:
+def scripted_models(seed: int = 0, max_positions: int = WINDOW) -> Models:
     """A target and a drafter that agree often, not always; confidences are about right. Call it under x64."""
     rng = np.random.default_rng(seed)
     contexts = (VOCAB + 1) ** 2
@@ -38,8 +40,7 @@ def engine_config(**changes: Any) -> EngineConfig:
         "max_num_seqs": 4,
         "max_model_len": WINDOW,
         "mode": "fixed",
-        "prefill_buckets": (4, 8),
-        "context_buckets": (24,),
+        "prefill_buckets": (8,),
         "slot_buckets": (1, 4),
         "max_programs": 1,  # no finer buckets than asked for
         "seed": 0,
@@ -51,6 +52,19 @@ def step_times(slope: float = 0.1, draft_ms: float = 0.1) -> StepTimeTable:
     """1 ms and ``slope`` a token more: drafts pay if they are likely enough."""
     tokens = list(range(1, 33))
     return StepTimeTable(tokens=tokens, milliseconds=[1 + slope * t for t in tokens], draft_ms=draft_ms)
+
+
+FORWARDS: list[int] = []
+"""Flat tokens of every forward that was traced for a ``Watched`` target."""
+
+
+@flax.struct.dataclass
+class Watched(ScriptedTarget):
+    """Writes down what its forward is given."""
+
+    def forward(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
+        FORWARDS.append(tokens.shape[0])
+        return super().forward(tokens, *arguments, **options)
 
 
 def fresh(engine: Engine, *, overlap: bool = True) -> Engine:
@@ -83,7 +97,7 @@ def random_requests(count: int, seed: int, **changes: Any) -> list[Request]:
 Expected = list[tuple[list[int], list[int], list[int]]]  # tokens, committed, offered
 
 
-def expected(models: tuple[Any, Any], requests: Sequence[Request], **options: Any) -> Expected:
+def expected(models: Models, requests: Sequence[Request], **options: Any) -> Expected:
     """What ``generate`` makes of each request: one batch for each way of sampling, always of the same shape (two
     stop tokens included), so that it is compiled once."""
     options.setdefault("stop_token_ids", (VOCAB, VOCAB + 1))
@@ -101,7 +115,7 @@ def expected(models: tuple[Any, Any], requests: Sequence[Request], **options: An
             for row, i in enumerate(part):
                 ids = list(requests[i].prompt_ids)
                 prompts[row, : len(ids)] = ids
-                lengths[row], seeds[row] = len(ids), requests[i].seed
+                lengths[row], seeds[row] = len(ids), requests[i].seed or 0
             out = generate(
                 target, drafter, jnp.asarray(prompts), jnp.asarray(lengths), seeds=jnp.asarray(seeds),
                 max_new_tokens=NEW, sampling=sampling, verification=verification, **options,

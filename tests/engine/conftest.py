@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import pytest
 
 from dspark_jax.engine import Engine
-from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
-from tests.engine.cases import engine_config, fresh, scripted_models
+from tests.engine.cases import Models, Watched, engine_config, fresh, scripted_models, step_times
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +15,24 @@ def _float64(x64: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
+def models() -> Models:
     with jax.enable_x64(True):
         return scripted_models()
 
 
 @pytest.fixture(scope="session")
-def fixed_engine(models: tuple[Any, Any]) -> Engine:
+def fixed_engine(models: Models) -> Engine:
+    target, drafter = models
     with jax.enable_x64(True):
-        return Engine(*models, engine_config())
+        watched = Watched(target.table, target.order, target.max_positions)
+        return Engine(watched, drafter, engine_config(context_buckets=(24,)))
+
+
+@pytest.fixture(scope="session")
+def lagged_engine(models: Models) -> Engine:
+    config = engine_config(mode="lagged", step_time=step_times(), slot_buckets=(4,), token_buckets=(8, 12))
+    with jax.enable_x64(True):
+        return Engine(*models, config)
 
 
 @pytest.fixture

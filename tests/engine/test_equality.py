@@ -6,8 +6,6 @@ them than slots, entering and leaving at different times.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,11 +14,11 @@ from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
 from dspark_jax.generate import generate
 from dspark_jax.testing import tiny_drafter, tiny_target
-from tests.engine.cases import engine_config, expected, fresh, random_requests, run_all
+from tests.engine.cases import Models, engine_config, expected, fresh, random_requests, run_all
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-def test_the_engine_emits_what_generate_emits(fixed_engine: Engine, models: Any, overlap: bool) -> None:
+def test_the_engine_emits_what_generate_emits(fixed_engine: Engine, models: Models, overlap: bool) -> None:
     """Greedy, rejection and coupled requests in one batch; the serial twin too."""
     engine = fresh(fixed_engine, overlap=overlap)
     requests = random_requests(13, seed=1)
@@ -35,9 +33,9 @@ def test_batch_mates_do_not_change_a_text_at_fixed_length(fixed: Engine) -> None
     assert run_all(fixed, requests) == alone
 
 
-def test_plain_decoding_emits_the_coupled_text(models: Any) -> None:
+def test_plain_decoding_emits_the_coupled_text(models: Models) -> None:
     """Mode none: no drafter runs, and the numbers are those of `coupled` (DESIGN section 3)."""
-    engine = Engine(*models, engine_config(mode="none", prefill_buckets=(8,)))
+    engine = Engine(*models, engine_config(mode="none", slot_buckets=(4,)))
     requests = random_requests(6, seed=3, verification="coupled")
     plain = run_all(engine, requests)
     assert [p[0] for p in plain] == [e[0] for e in expected(models, requests)]
@@ -45,11 +43,9 @@ def test_plain_decoding_emits_the_coupled_text(models: Any) -> None:
     assert engine.counters()["drafted"] == 0
 
 
-def test_a_static_threshold_offers_what_generate_offers(models: Any) -> None:
+def test_a_static_threshold_offers_what_generate_offers(models: Models) -> None:
     """The host reads the lengths back, so the forward is as small as they allow."""
-    config = engine_config(
-        mode="threshold", confidence_threshold=0.7, slot_buckets=(4,), token_buckets=(8,), prefill_buckets=(8,)
-    )
+    config = engine_config(mode="threshold", confidence_threshold=0.7, slot_buckets=(4,), token_buckets=(8,))
     engine = Engine(*models, config)
     requests = random_requests(6, seed=4, sampling=Sampling(0.8), verification="rejection")
     want = expected(models, requests, admit="threshold", confidence_threshold=0.7)
@@ -61,9 +57,9 @@ def test_a_static_threshold_offers_what_generate_offers(models: Any) -> None:
 
 def test_a_transformer_in_float64_emits_what_generate_emits() -> None:
     """Real attention, real caches: flat forwards, fewer rows than slots, prompts in pieces."""
-    target = tiny_target(dtype=jnp.float64, num_layers=2)
-    drafter = tiny_drafter(target)
-    config = engine_config(max_num_seqs=3, slot_buckets=(2,), prefill_buckets=(8,))
+    target = tiny_target(dtype=jnp.float64, num_layers=1)
+    drafter = tiny_drafter(target, block_size=2, target_layer_ids=(0,))
+    config = engine_config(max_num_seqs=3, slot_buckets=(2,))
     engine = Engine(target, drafter, config)
     rng = np.random.default_rng(5)
     lengths = np.array([3, 16, 9, 12, 1])

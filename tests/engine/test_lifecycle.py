@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import numpy as np
 import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
-from dspark_jax.testing import ScriptedTarget
-from tests.engine.cases import BLOCK, VOCAB, WINDOW, engine_config, expected, random_requests, run_all, scripted_models
+from tests.engine.cases import BLOCK, FORWARDS, VOCAB, WINDOW, Models, engine_config, expected, random_requests, run_all
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -54,7 +52,7 @@ def test_decoding_goes_on_between_the_pieces_of_a_long_prompt(fixed: Engine) -> 
     assert order[:2] == [short, short] and long in order
 
 
-def test_a_stop_token_is_the_last_one(fixed: Engine, models: Any) -> None:
+def test_a_stop_token_is_the_last_one(fixed: Engine, models: Models) -> None:
     """As its own prefix would be without a stop token; lengths as ``generate`` counts them."""
     stops = (3, 5)
     requests = random_requests(6, seed=6, max_new_tokens=16, stop_token_ids=stops)
@@ -94,16 +92,24 @@ def test_a_request_is_cut_at_the_end_of_the_window(fixed: Engine) -> None:
         assert len(got[0][0]) == WINDOW - length and got[1] == alone
 
 
-def test_a_block_shrinks_at_the_end_of_the_target_s_window() -> None:
-    """And nowhere else: position + drafts stay below the window; the engine's own smaller limit only cuts."""
-    engine = Engine(*scripted_models(max_positions=32), engine_config(slot_buckets=(4,), prefill_buckets=(8,)))
-    assert engine.window == 32 and any("32" in note for note in engine.notes)
-    (tokens, committed, offered) = run_all(engine, [Request([1] * 10, 1000, GREEDY)])[0]
-    assert len(tokens) == 22
+def test_a_block_shrinks_at_the_end_of_the_target_s_window(fixed: Engine) -> None:
+    """And nowhere else: position + drafts stay below the window."""
+    (tokens, committed, offered) = run_all(fixed, [Request([1] * 10, 1000, GREEDY)])[0]
     length = 10
     for count, drafts in zip(committed, offered, strict=True):
-        assert drafts == min(BLOCK, 32 - 1 - length)
+        assert drafts == min(BLOCK, WINDOW - 1 - length)
         length += count
+    assert length == WINDOW - 1 and offered[-1] < BLOCK
+
+
+def test_the_window_is_the_smaller_of_the_engine_s_and_the_target_s(models: Models) -> None:
+    """A smaller one of the engine only cuts; a larger one is cut itself, and that is said."""
+    engine = Engine(*models, engine_config(max_model_len=2048))
+    assert engine.window == WINDOW and any(str(WINDOW) in note for note in engine.notes)
+    engine = Engine(*models, engine_config(max_model_len=20))
+    assert engine.window == 20 and engine.notes == []
+    with pytest.raises(ValueError, match="prompt_ids: 20 tokens"):
+        engine.submit(Request([1] * 20, 1))
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
@@ -127,7 +133,7 @@ def test_cancelling_frees_the_slot_and_disturbs_nobody(fixed: Engine) -> None:
     fixed.cancel(ids[1])  # running
     fixed.cancel(ids[1])
     seen = [event for step in events for event in step]
-    results = {event.id: event.result for event in seen if event.finished} | fixed.run()
+    results = {event.id: event.result for event in seen if event.result is not None} | fixed.run()
     fixed.cancel(ids[0])  # ended
     assert set(results) == set(ids) and not fixed.has_work()
     assert results[ids[5]].finish_reason == results[ids[1]].finish_reason == "cancelled"
@@ -167,31 +173,20 @@ def test_a_failed_step_says_so_until_reset(fixed: Engine, monkeypatch: Any) -> N
     assert run_all(fixed, [request])[0] == alone
 
 
-def test_the_verify_forward_really_shrinks(models: Any) -> None:
+def test_the_verify_forward_really_shrinks(fixed: Engine) -> None:
     """The flat tokens that reach the target are those the counter says, and fewer where fewer requests run."""
-    shapes: list[int] = []
-
-    @flax.struct.dataclass
-    class Watched(ScriptedTarget):
-        def forward(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
-            shapes.append(tokens.shape[0])
-            return super().forward(tokens, *arguments, **options)
-
-    scripted, drafter = models
-    config = engine_config(token_buckets=(8, 12), prefill_buckets=(5,))
-    engine = Engine(Watched(scripted.table, scripted.order, scripted.max_positions), drafter, config)
-    engine.warmup()
-    assert set(shapes) == {5, 4, 8, 12, 16}
-    for count in (1, 2, 4):
-        before = engine.counters()
-        run_all(engine, [Request([1], 12, GREEDY)] * count)
-        after = engine.counters()
+    fixed.warmup()
+    assert set(FORWARDS) == {8, BLOCK + 1, 4 * (BLOCK + 1)}  # pieces of prompts; one slot; four
+    for count in (1, 4):
+        before = fixed.counters()
+        run_all(fixed, [Request([1], 12, GREEDY)] * count)
+        after = fixed.counters()
         cycles = after["cycles"] - before["cycles"]
-        assert after["tokens_computed"] - before["tokens_computed"] <= cycles * (BLOCK + 1) * count
-    assert after["late_compiles"] == 0 and after["padding_tokens"] < after["tokens_computed"]
+        computed, padding = (after[n] - before[n] for n in ("tokens_computed", "padding_tokens"))
+        assert 0 < computed <= cycles * (BLOCK + 1) * count and padding < computed
 
 
-def test_requests_without_a_seed_differ_and_follow_the_engine_s_seed(models: Any, fixed: Engine) -> None:
+def test_requests_without_a_seed_differ_and_follow_the_engine_s_seed(models: Models, fixed: Engine) -> None:
     """Fresh seeds: two runs of one prompt differ; an engine with the same seed repeats itself."""
     request = Request([1, 2, 3], 16, Sampling(1.0))
     fixed._fresh_seeds = np.random.default_rng(11)

@@ -27,7 +27,7 @@ def tenant(number: int, **request: Any) -> Tenant:
     return Tenant(number, Checked(**{**values, **request}, stop_ids=()), number)
 
 
-STEEP = StepTimeTable(tokens=[1, 9], milliseconds=[1.0, 1e6])  # no draft ever pays
+STEEP = StepTimeTable(tokens=[2, 9], milliseconds=[1.0, 1e6])  # no draft ever pays
 
 
 def test_capacity_uses_scores_that_are_two_cycles_old() -> None:

@@ -1,6 +1,6 @@
 """Straightforward references for the law tests: one distribution, the law of whole texts, the law of emitted tokens.
 
-NumPy, float64, sorting allowed, written from the definitions and from nothing in dspark_jax.
+NumPy, float64, sorting allowed, written from the definitions and not from the code under test.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from dspark_jax.config import Sampling
+
+FALSE_ALARM = 1e-6
+"""Smallest p-value a statistical test accepts."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +130,11 @@ def emitted_law(
         rest = np.where(total > 0, by_prefix / np.where(total > 0, total, 1.0), 1.0 / by_prefix.shape[1])
         found += (mass.reshape(scenarios, cells)[:, :, None] * rest[None]).reshape(scenarios, -1)
     return found
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray | float) -> float:
+    """Of the chi-square statistic of cell counts (all cells possible, one constraint)."""
+    with jax.enable_x64(True):
+        statistic = float(((counts - expected) ** 2 / expected).sum())
+        freedom = counts.size - 1
+        return float(jax.scipy.special.gammaincc(freedom / 2.0, statistic / 2.0))

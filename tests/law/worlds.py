@@ -44,8 +44,6 @@ class Setting:
     strengths: Strengths | None = None
     confidence: np.ndarray | None = None
     peek: bool = False
-    prompt: tuple[int, ...] = PROMPT
-    cycles: int = 2
 
     @property
     def target(self) -> ScriptedTarget:
@@ -65,9 +63,8 @@ class Setting:
     @property
     def law(self) -> np.ndarray:
         """The target's, by the reference."""
-        horizon = self.cycles * (G + 1)
         strengths = self.strengths or Strengths()
-        return text_law(self.p, self.order, self.prompt, horizon, self.sampling, strengths)
+        return text_law(self.p, self.order, PROMPT, 2 * (G + 1), self.sampling, strengths)
 
 
 @dataclass
@@ -77,17 +74,29 @@ class Outcome:
     tokens: np.ndarray  # [N, M] emitted tokens packed to the left
     count: np.ndarray  # [N]
     scenario: np.ndarray  # [N] number of the test's own choices
-    accepted: np.ndarray  # [N, cycles]
-    offered: np.ndarray  # [N, cycles]
+    accepted: np.ndarray  # [N, 2]
+    offered: np.ndarray  # [N, 2]
     proposals: list[Proposal]
 
 
+LENGTHS = tuple((a, b) for a in range(G + 1) for b in range(G + 1))
+"""Drafts admitted in the first and in the second cycle: every pair is a scenario; the last scenario is a rule's."""
+
+RULED = len(LENGTHS)
+
+
+LARGEST = (RULED + 1) * (V**G * 2**G * V) ** 2
+"""Rows of the largest case; all cases are filled up to it, so that they share their compiled operations."""
+
+
 def every_length_or(rule: Callable[[Proposal], Array]) -> Admission:
-    """Scenarios 0..G admit that many drafts, scenario G + 1 follows the rule."""
+    """Scenarios 0..RULED - 1 admit ``LENGTHS``, scenario RULED follows the rule in both cycles."""
 
     def admit(proposal: Proposal, tape: Tape) -> Array:
-        chosen = jnp.asarray(tape.pick(G + 2), jnp.int32)
-        return jnp.where(chosen <= G, chosen, rule(proposal))
+        second = bool(tape.picks)
+        chosen = tape.picks[0] if second else tape.pick(RULED + 1)
+        fixed = np.array([*(pair[second] for pair in LENGTHS), 0])[chosen]
+        return jnp.where(jnp.asarray(chosen == RULED), rule(proposal), jnp.asarray(fixed)).astype(jnp.int32)
 
     return admit
 
@@ -98,39 +107,37 @@ def above_half(proposal: Proposal) -> Array:
     return _admitted(proposal, active, "threshold", jnp.asarray(0.5), None, None, 0.0)
 
 
-def penalty_state(setting: Setting, rows: int) -> Any:
-    """State of ``Penalties`` at the start of the text, None without penalties."""
-    if setting.strengths is None:
+def penalty_state(strengths: Strengths | None, rows: int) -> Any:
+    """State of ``Penalties`` behind PROMPT, None without penalties."""
+    if strengths is None:
         return None
-    seen = jnp.zeros((rows, V), bool).at[:, jnp.asarray(setting.prompt)].set(True)
-    full = {name: jnp.full(rows, value, jnp.float32) for name, value in vars(setting.strengths).items()}
+    seen = jnp.zeros((rows, V), bool).at[:, jnp.asarray(PROMPT)].set(True)
+    full = {name: jnp.full(rows, value, jnp.float32) for name, value in vars(strengths).items()}
     return PenaltyState(in_prompt=seen, counts=jnp.zeros((rows, V), jnp.int32), **full)
 
 
 def decode(setting: Setting, admit: Admission, tape: Tape) -> Outcome:
-    """The branches of ``setting.cycles`` cycles."""
+    """The branches of two cycles."""
     target, drafter, rows = setting.target, setting.drafter, tape.rows
     rule = None if setting.strengths is None else Penalties()
     state = open_slots(
         target,
         drafter,
-        jnp.broadcast_to(jnp.asarray(setting.prompt)[None, :], (rows, len(setting.prompt))),
+        jnp.broadcast_to(jnp.asarray(PROMPT)[None, :], (rows, len(PROMPT))),
         max_new_tokens=1 << 10,
         sampling=setting.sampling,
         rule=rule,
-        rule_state=penalty_state(setting, rows),
+        rule_state=penalty_state(setting.strengths, rows),
     )
     static = cycle.Static(noise=tape, rule=rule)
     results, proposals = [], []
-    for _ in range(setting.cycles):
+    for _ in range(2):
         proposal = cycle.draft(drafter, state, num_drafts=G, static=static)
         admitted = admit(proposal, tape)
         state, result = cycle.step(target, drafter, state, proposal, admitted, static=static)
         results.append(result)
         proposals.append(proposal)
-    scenario = np.zeros(rows, np.int64)
-    for chosen in tape.picks:
-        scenario = scenario * (G + 2) + chosen
+    scenario = tape.picks[0] if tape.picks else np.zeros(rows, np.int64)
     tokens, count = pack([(np.asarray(r.tokens), np.asarray(r.count)) for r in results])
     return Outcome(
         tokens,
@@ -155,10 +162,22 @@ def pack(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np
     return tokens[:, :total], count
 
 
-def errors(setting: Setting, admit: Admission) -> np.ndarray:
-    """``[G + 2] * cycles``: how far the law of the emitted tokens is from the target's, for each way to admit."""
-    tape, out = enumerate_worlds(lambda t: decode(setting, admit, t))
+def enumerate_two_cycles(setting: Setting, admit: Admission) -> tuple[Tape, Outcome]:
+    """All worlds; ``admit`` makes one pick in the first cycle (``every_length_or``)."""
+    columns = setting.q.shape[-1]
+    drafts, rest = [columns] * G, [2] * G + [V]
+    arities = [*drafts, RULED + 1, *rest, *drafts, *rest]
+    return enumerate_worlds(lambda tape: decode(setting, admit, tape), arities=arities, at_least=LARGEST)
+
+
+def law_errors(setting: Setting, tape: Tape, out: Outcome) -> np.ndarray:
+    """``[RULED + 1]``: how far the law of the emitted tokens is from the target's, for each way to admit."""
     law = setting.law
     found = emitted_law(out.tokens, out.count, tape.weight, out.scenario, law, V)
     assert abs(found.sum(axis=1) - 1.0).max() < 1e-12, "the branches of a scenario must have mass 1"
-    return np.abs(found - law[None, :]).max(axis=1).reshape((G + 2,) * setting.cycles)
+    return np.abs(found - law[None, :]).max(axis=1)
+
+
+def errors(setting: Setting, admit: Admission) -> np.ndarray:
+    """``law_errors`` of all worlds."""
+    return law_errors(setting, *enumerate_two_cycles(setting, admit))

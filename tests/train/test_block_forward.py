@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.config import DrafterConfig, LayerConfig
+from dspark_jax.config import DrafterConfig
 from dspark_jax.data.packing import BlockPlan, pack
-from dspark_jax.drafters.base import SharedParams
+from dspark_jax.drafters.base import Proposal, SharedParams
 from dspark_jax.drafters.dspark import Drafter, drafter_specs
 from dspark_jax.layout import dense_layout
 from dspark_jax.params import is_spec
@@ -38,12 +39,12 @@ def test_states_logits_and_masks_equal_the_reference(name: str) -> None:
     np.testing.assert_array_equal(np.asarray(case.slots.mask).reshape(seen.shape), seen)
     labels = np.asarray(case.slots.labels).reshape(seen.shape)
     np.testing.assert_array_equal(labels[seen], case.train["target_ids"][seen])
-    hidden, logits, confidence = _forward(case, case.params)
-    close = {"atol": 1e-4, "rtol": 1e-4}
-    np.testing.assert_allclose(np.asarray(hidden)[seen], case.train["block_hidden"][seen], **close)
-    np.testing.assert_allclose(np.asarray(logits)[seen], case.train["draft_logits"][seen], **close)
+    hidden, logits, confidence = jax.jit(partial(_forward, case))(case.params)
+    close = partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4)
+    close(np.asarray(hidden)[seen], case.train["block_hidden"][seen])
+    close(np.asarray(logits)[seen], case.train["draft_logits"][seen])
     if confidence is not None:
-        np.testing.assert_allclose(np.asarray(confidence)[seen], case.train["confidence_pred"][seen], **close)
+        close(np.asarray(confidence)[seen], case.train["confidence_pred"][seen])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +65,7 @@ def test_gradients_equal_the_reference(name: str) -> None:
         )
         return loss.total
 
-    gradient = jax.tree.leaves(jax.grad(total)(case.params))
+    gradient = jax.tree.leaves(jax.jit(jax.grad(total))(case.params))
     specs = jax.tree.leaves(drafter_specs(case.config), is_leaf=is_spec)
     named = {spec.name: np.asarray(g) for spec, g in zip(specs, gradient, strict=True)}
     for key, norm in zip(case.train["grad_norm_names"], case.train["grad_norms"], strict=True):
@@ -92,7 +93,6 @@ class _Forced:
 
     def __init__(self, tokens: jax.Array) -> None:
         self.tokens = tokens
-        self.logits: list[jax.Array] = []
 
     def start(self) -> jax.Array:
         return jnp.zeros(())
@@ -102,30 +102,43 @@ class _Forced:
         return token, token, logits, state
 
 
-@pytest.mark.parametrize("window", [0, 6])
-def test_every_width_equals_decoding_at_that_width(window: int) -> None:
-    """Blocks of widths 1 to 7, packed together, give the logits ``propose`` gives for each alone."""
-    widths = (3, 7, 1, 5, 2, 6, 4)
+@pytest.mark.parametrize(("widths", "window"), [((3, 7, 1, 5, 2, 6, 4), 0), ((7, 2), 6)])
+def test_every_width_equals_decoding_at_that_width(widths: tuple[int, ...], window: int) -> None:
+    """Blocks of widths 1 to 7, packed together, give the logits ``propose`` gives for each alone.
+
+    Decoding draws the text's own tokens. The window is the one of sliding-window drafters, in context and block.
+    """
     config, drafter, features = _tiny(tuple(sorted(widths)), window)
     length = features.shape[1]
     tokens = jax.random.randint(jax.random.key(1), (1, length), 0, config.decoder.vocab_size)
-    anchors = jnp.array([[5, 20, 0, 33, 11, 40, 2]], jnp.int32)
-    plan = BlockPlan(widths)
-    slots = pack(plan, anchors, jnp.ones((1, 7), bool), tokens, jnp.ones((1, length), bool), config.mask_token_id)
-    hidden = packed_hidden(config, drafter.params, drafter.shared, features, plan, slots)
-    logits, confidence = packed_heads(config, drafter.params, drafter.shared, plan, slots, hidden)
-    assert confidence is not None
-
+    anchors = jnp.array([[5, 20, 0, 33, 11, 40, 2][: len(widths)]], jnp.int32)
     layout = dense_layout(jnp.zeros(1, jnp.int32), jnp.full(1, length), length)
-    state = drafter.absorb(drafter.init(1, length + 8), features.reshape(length, -1), layout)
+
+    @jax.jit
+    def packed(features: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        plan = BlockPlan(widths)
+        keep, learnt = jnp.ones((1, len(widths)), bool), jnp.ones((1, length), bool)
+        slots = pack(plan, anchors, keep, tokens, learnt, config.mask_token_id)
+        hidden = packed_hidden(config, drafter.params, drafter.shared, features, plan, slots)
+        return packed_heads(config, drafter.params, drafter.shared, plan, slots, hidden)
+
+    @jax.jit
+    def decoded(features: jax.Array) -> list[Proposal]:
+        state = drafter.absorb(drafter.init(1, length + 8), features.reshape(length, -1), layout)
+        blocks = []
+        for i, width in enumerate(widths):
+            ahead = jnp.arange(width) + anchors[0, i] + 1
+            sampler = _Forced(tokens.at[:, ahead].get(mode="fill", fill_value=0))
+            blocks.append(drafter.propose(state, tokens[:, anchors[0, i]], anchors[:, i], width, sampler))
+        return blocks
+
+    logits, confidence = packed(features)
+    assert confidence is not None
     begin = 0
-    for width, anchor in zip(widths, [5, 20, 0, 33, 11, 40, 2], strict=True):
-        ahead = tokens[:, anchor + 1 : anchor + 1 + width]
-        sampler = _Forced(jnp.pad(ahead, ((0, 0), (0, width - ahead.shape[1]))))
-        drafted = drafter.propose(state, tokens[:, anchor], jnp.array([anchor]), width, sampler)
+    for width, block in zip(widths, decoded(features), strict=True):
         inside = slice(begin, begin + width)
-        np.testing.assert_allclose(logits[:, inside], drafted.log_q, atol=2e-5)
-        np.testing.assert_allclose(confidence[:, inside], drafted.confidence_logits, atol=2e-5)
+        np.testing.assert_allclose(logits[:, inside], block.log_q, atol=2e-5)
+        np.testing.assert_allclose(confidence[:, inside], block.confidence_logits, atol=2e-5)
         begin += width
 
 
@@ -136,8 +149,9 @@ def test_a_slot_reads_nothing_at_or_behind_its_anchor() -> None:
     tokens = jax.random.randint(jax.random.key(1), (1, length), 0, config.decoder.vocab_size)
     plan = BlockPlan((7, 7))
 
+    @jax.jit
     def states(features: jax.Array, second: int) -> jax.Array:
-        anchors = jnp.array([[12, second]], jnp.int32)
+        anchors = jnp.stack([jnp.asarray(12), jnp.asarray(second)])[None].astype(jnp.int32)
         slots = pack(plan, anchors, jnp.ones((1, 2), bool), tokens, jnp.ones((1, length), bool), config.mask_token_id)
         shared: SharedParams = drafter.shared
         return packed_hidden(config, drafter.params, shared, features, plan, slots)[:, :7]
@@ -145,9 +159,3 @@ def test_a_slot_reads_nothing_at_or_behind_its_anchor() -> None:
     changed = features.at[:, 12:].set(9.0)
     np.testing.assert_allclose(states(features, 20), states(changed, 14), atol=1e-6)
     assert np.abs(states(features, 20) - states(features.at[:, 11].set(9.0), 20)).max() > 1e-3
-
-
-def test_layer_config_is_data() -> None:
-    """The window of a layer reaches the packed attention through the configuration alone."""
-    config, _, _ = _tiny((), window=6)
-    assert all(isinstance(layer, LayerConfig) and layer.window == 6 for layer in config.decoder.layers)

@@ -44,9 +44,7 @@ def test_two_words_by_hand() -> None:
     """
     draft = jnp.zeros((1, 2, 2))
     target = jnp.log(jnp.array([[[0.75, 0.25], [0.5, 0.5]]]))
-    loss = dspark_loss(
-        draft, target, jnp.array([[0, 1]]), jnp.zeros((1, 2)), jnp.array([[True, False]]), decay=1.0
-    )
+    loss = dspark_loss(draft, target, jnp.array([[0, 1]]), jnp.zeros((1, 2)), jnp.array([[True, False]]), decay=1.0)
     np.testing.assert_allclose(loss.ce, (math.log(2), 1.0), rtol=1e-6)
     np.testing.assert_allclose(loss.l1, (0.5, 1.0), rtol=1e-6)
     np.testing.assert_allclose(loss.confidence, (math.log(2), 1.0), rtol=1e-6)

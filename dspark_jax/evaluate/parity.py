@@ -1,0 +1,273 @@
+"""What this code computes for a case of the reference implementation, under the reference's own keys.
+
+A case directory holds ``case.json`` (target, drafter, limits), a target, a drafter, and a file of expected arrays of
+which only the inputs are read here: prompts, stop tokens, thresholds, teacher-forced sequences and anchors. Every
+entry of ``SECTIONS`` adds arrays; a later kind of drafter or a training section is one more entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.config import Sampling
+from dspark_jax.drafters import Drafter
+from dspark_jax.drafters.dflash import base_logits
+from dspark_jax.evaluate.rounds import CELLS, Arrays, Models, Round, Rounds, softmax
+from dspark_jax.generate import GenerateOutput, generate
+from dspark_jax.heads.confidence import confidence_logits
+from dspark_jax.heads.markov import markov_bias, teacher_forced
+from dspark_jax.load import load_drafter, load_target
+from dspark_jax.types import EMPTY
+
+STORED_ROUNDS = 3
+GREEDY = Sampling(temperature=0.0)
+
+
+class UnsupportedCase(ValueError):
+    """The case is of a kind that this version does not compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loaded case: models, limits and inputs."""
+
+    models: Models
+    inputs: Mapping[str, np.ndarray]
+    prompts: int
+    max_new_tokens: int
+    threshold: float | None
+
+    def prompt(self, i: int) -> np.ndarray:
+        """Token ids ``[n]`` of prompt i."""
+        return np.asarray(self.inputs[f"p{i}.prompt_ids"], np.int32)
+
+
+def load_case(directory: str | Path, dtype: str = "float32") -> Case:
+    """Loads the models and inputs of a case.
+
+    Raises:
+        UnsupportedCase: naming the kind.
+        FileNotFoundError, ValueError: a file that is missing or wrong.
+    """
+    folder = Path(directory)
+    spec = json.loads((folder / "case.json").read_text())
+    kind = str(spec.get("kind", ""))
+    if "dspark" not in kind and "dflash" not in kind:
+        raise UnsupportedCase(f"{folder}: cases of kind {kind!r} are not computed by this version")
+    target = load_target(folder / spec["target"], dtype=dtype)
+    drafter = load_drafter(folder / spec["draft"], target, dtype=dtype)
+    with np.load(folder / spec["expected"]) as arrays:
+        given = {name: arrays[name] for name in arrays.files if _is_input(name)}
+    return Case(
+        models=Models(target, drafter),
+        inputs=given,
+        prompts=int(spec["num_prompts"]),
+        max_new_tokens=int(spec["max_new_tokens"]),
+        threshold=spec.get("confidence_threshold"),
+    )
+
+
+def _is_input(name: str) -> bool:
+    return name.endswith((".prompt_ids", "stop.token", "stop2.token")) or name in ("tf.input_ids", "tf.anchors")
+
+
+def compute(case: Case) -> dict[str, np.ndarray]:
+    """All arrays of a case."""
+    out: dict[str, np.ndarray] = {}
+    for section in SECTIONS:
+        out |= section(case)
+    return out
+
+
+# ---- sections ------------------------------------------------------------------------------------------------
+
+
+def prompt_arrays(case: Case) -> Arrays:
+    """Target logits, tapped features and final states at every prompt position."""
+    out: Arrays = {}
+    for i in range(case.prompts):
+        hidden, features, logits = case.models.prefill(case.prompt(i))
+        out |= {
+            f"p{i}.prompt_ids": case.prompt(i),
+            f"p{i}.target_logits": logits,
+            f"p{i}.target_features": features,
+            f"p{i}.target_last_hidden": hidden,
+        }
+    return out
+
+
+def generations(case: Case) -> Arrays:
+    """Greedy generations through ``generate()``: free, plain, with a stop token, with a confidence threshold."""
+    out: Arrays = {}
+    for i in range(case.prompts):
+        run = _generate(case, i)
+        plain = _generate(case, i, drafter=None)
+        ids = _tokens(run)
+        out |= {
+            f"p{i}.gen.output_ids": ids,
+            f"p{i}.gen.target_greedy_ids": _tokens(plain),
+            f"p{i}.gen.target_margins": _margins(case, i, ids),
+            **_lengths(f"p{i}.gen", run, len(case.prompt(i))),
+        }
+        for name in ("stop", "stop2"):
+            token = case.inputs.get(f"p{i}.{name}.token")
+            if token is not None:
+                stopped = _generate(case, i, stop_token_ids=(int(token),))
+                out |= {f"p{i}.{name}.token": token, f"p{i}.{name}.output_ids": _tokens(stopped)}
+                out |= _lengths(f"p{i}.{name}", stopped, None)
+        if case.threshold is not None and case.models.drafter.has_confidence:
+            cut = _generate(case, i, admit="threshold", confidence_threshold=float(case.threshold))
+            out |= {f"p{i}.thr.threshold": np.asarray(case.threshold, np.float32), f"p{i}.thr.output_ids": _tokens(cut)}
+            out |= _lengths(f"p{i}.thr", cut, None)
+    return out
+
+
+def rounds(case: Case) -> Arrays:
+    """The first rounds in full, and the smallest margin of a greedy draft over all rounds."""
+    out: Arrays = {}
+    for i in range(case.prompts):
+        margin = np.inf
+        walk = Rounds(case.models, case.prompt(i))
+        for j in range(case.max_new_tokens):
+            if walk.start >= len(case.prompt(i)) + case.max_new_tokens - 1:
+                break
+            step = walk.next()
+            best = np.sort(step.corrected_logits, axis=-1)
+            margin = min(margin, float((best[:, -1] - best[:, -2]).min()))
+            if j < STORED_ROUNDS:
+                out |= _round_arrays(case, f"p{i}.r{j}", step, with_cache=(i, j) == (1, 2))
+        out[f"p{i}.gen.min_draft_margin"] = np.asarray(margin, np.float32)
+    return out
+
+
+def teacher_forced_blocks(case: Case) -> Arrays:
+    """Acceptance of blocks whose previous tokens are a given sequence's own."""
+    if "tf.input_ids" not in case.inputs or "tf.anchors" not in case.inputs:
+        return {}
+    ids = np.asarray(case.inputs["tf.input_ids"], np.int32)
+    anchors = np.asarray(case.inputs["tf.anchors"], np.int32)
+    models, drafter = case.models, case.models.drafter
+    k = drafter.block_size
+    _, _, target_logits = models.prefill(ids)
+    state = models.context(ids)
+    draft: list[np.ndarray] = []
+    confidence: list[np.ndarray] = []
+    for a in anchors:
+        hidden = drafter.hidden(state, jnp.asarray(ids[a : a + 1]), jnp.asarray([a]), k)
+        logits, scores = _teacher_forced(drafter, hidden, jnp.asarray(ids[None, a : a + k]))
+        draft.append(models.to_target_ids(np.asarray(logits[0])))
+        if scores is not None:
+            confidence.append(np.asarray(scores[0]))
+    rows = np.stack([target_logits[a : a + k] for a in anchors])
+    labels = np.stack([ids[a + 1 : a + k + 1] for a in anchors])
+    stacked = np.stack(draft)
+    p, q = softmax(rows), softmax(stacked)
+    out = {
+        "tf.input_ids": ids,
+        "tf.anchors": anchors,
+        "tf.accept_rate_t1": np.minimum(p, q).sum(-1),
+        "tf.accept_rate_t06": np.minimum(softmax(rows / 0.6), softmax(stacked / 0.6)).sum(-1),
+        "tf.draft_prob_of_label_t1": np.take_along_axis(q, labels[..., None], -1)[..., 0],
+        "tf.target_prob_of_label_t1": np.take_along_axis(p, labels[..., None], -1)[..., 0],
+    }
+    if confidence:
+        out["tf.confidence_logits"] = np.stack(confidence)
+    return out
+
+
+SECTIONS: list[Callable[[Case], Arrays]] = [prompt_arrays, generations, rounds, teacher_forced_blocks]
+
+
+# ---- their parts ---------------------------------------------------------------------------------------------
+
+
+def _generate(case: Case, i: int, drafter: Any = ..., **options: Any) -> GenerateOutput:
+    prompt = case.prompt(i)
+    padded = np.zeros((1, -(-max(map(len, map(case.prompt, range(case.prompts)))) // CELLS) * CELLS), np.int32)
+    padded[0, : len(prompt)] = prompt  # one width for all prompts: one program
+    return generate(
+        case.models.target,
+        case.models.drafter if drafter is ... else drafter,
+        jnp.asarray(padded),
+        jnp.asarray([len(prompt)]),
+        seeds=jnp.zeros(1, jnp.uint32),
+        max_new_tokens=case.max_new_tokens,
+        sampling=GREEDY,
+        **options,
+    )
+
+
+def _tokens(run: GenerateOutput) -> np.ndarray:
+    ids = np.asarray(run.tokens[0])
+    return ids[ids != EMPTY]
+
+
+def _lengths(prefix: str, run: GenerateOutput, start: int | None) -> Arrays:
+    """The three lists of a run; ``start``: the prompt's length, to add ``round_starts``."""
+    cycles = int((np.asarray(run.committed[0]) > 0).sum())
+    committed = np.asarray(run.committed[0])[:cycles]
+    out = {
+        f"{prefix}.acceptance_lengths": committed,
+        f"{prefix}.accepted_draft_lengths": np.asarray(run.accepted[0])[:cycles],
+        f"{prefix}.proposal_lengths": np.asarray(run.offered[0])[:cycles],
+    }
+    if start is not None:
+        out[f"{prefix}.round_starts"] = start + np.concatenate([[0], np.cumsum(committed)[:-1]]).astype(np.int32)
+    return out
+
+
+def _margins(case: Case, i: int, ids: np.ndarray) -> np.ndarray:
+    """Best minus second-best target logit at every new token."""
+    prompt = case.prompt(i)
+    _, _, logits = case.models.prefill(np.concatenate([prompt, ids[:-1]]))
+    best = np.sort(logits[len(prompt) - 1 :], axis=-1)
+    return best[:, -1] - best[:, -2]
+
+
+def _round_arrays(case: Case, prefix: str, step: Round, with_cache: bool) -> Arrays:
+    drafter = case.models.drafter
+    k, before, start = drafter.block_size, step.cache_length_before, step.start
+    p, q = softmax(step.verify_logits[:k]), softmax(case.models.to_target_ids(step.corrected_logits))
+    mask = drafter.config.mask_token_id
+    out: dict[str, Any] = {
+        "start": start,
+        "cache_len_before": before,
+        "cache_len_after": start,
+        "context_features": step.context_features,
+        "block_input_ids": np.asarray([step.anchor, *[mask] * (k - 1)]),
+        "position_ids": np.arange(before, start + k),
+        "block_hidden": step.block_hidden,
+        "base_logits": step.base_logits,
+        "corrected_logits": step.corrected_logits,
+        "draft_tokens": step.draft_tokens,
+        "verify_logits": step.verify_logits,
+        "accepted_draft_tokens": step.accepted,
+        "next_token": step.next_token,
+        "accept_rate_t1": np.minimum(p, q).sum(-1),
+    }
+    if step.confidence_logits is not None:
+        out["confidence_logits"] = step.confidence_logits
+    if with_cache:
+        out["cache_k"], out["cache_v"] = step.cache_k, step.cache_v
+    return {f"{prefix}.{name}": np.asarray(value) for name, value in out.items()}
+
+
+@jax.jit
+def _teacher_forced(drafter: Drafter, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Corrected logits ``[1, K, Vd]`` and confidence logits ``[1, K]``, the previous tokens given."""
+    config, params = drafter.config, drafter.params
+    logits, e = base_logits(config, drafter.shared, hidden), None
+    if config.markov_rank:
+        z, e = teacher_forced(config, params["markov"], previous, hidden)
+        logits = logits + markov_bias(params["markov"], z)
+    if not config.confidence_head:
+        return logits, None
+    return logits, confidence_logits(config, params["confidence"], hidden, e)
