@@ -105,11 +105,16 @@ def test_a_step_at_a_time_equals_one_forward(x64: None) -> None:
     target, _ = tiny()
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, VOCAB, 13), jnp.int32)
 
+    @jax.jit
+    def run(target: Target, piece: jax.Array, start: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        layout = dense_layout(start[None], jnp.asarray([len(piece)]), len(piece))
+        hidden, _, cache = target.forward(piece, layout, cache)
+        return hidden, cache
+
     def states(pieces: list[int]) -> np.ndarray:
         cache, start, out = target.init_cache(1, 32), 0, []
         for size in pieces:
-            layout = dense_layout(jnp.asarray([start]), jnp.asarray([size]), size)
-            hidden, _, cache = target.forward(tokens[start : start + size], layout, cache)
+            hidden, cache = run(target, tokens[start : start + size], jnp.asarray(start), cache)
             out.append(np.asarray(hidden))
             start += size
         return np.concatenate(out)
