@@ -79,8 +79,7 @@ def row(arm: Arm, plain: Arm) -> dict[str, Any]:
     """The line of a result table."""
     speed = sum(arm.tokens) / sum(arm.seconds)
     pairs = [
-        (n / s) / (pn / ps)
-        for n, s, pn, ps in zip(arm.tokens, arm.seconds, plain.tokens, plain.seconds, strict=True)
+        (n / s) / (pn / ps) for n, s, pn, ps in zip(arm.tokens, arm.seconds, plain.tokens, plain.seconds, strict=True)
     ]
     return {
         "arm": arm.name,

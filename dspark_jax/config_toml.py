@@ -134,7 +134,5 @@ def _convert_union(args: Sequence[Any], value: Any, where: str, problems: list[s
         if not attempt:
             return result
         tried += attempt
-    problems += (
-        tried[:1] if len(set(args) - {type(None)}) == 1 else [f"{where}: no type of {args} takes {value!r}"]
-    )
+    problems += tried[:1] if len(set(args) - {type(None)}) == 1 else [f"{where}: no type of {args} takes {value!r}"]
     return None

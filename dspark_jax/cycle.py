@@ -264,9 +264,7 @@ def prefill(
     layout = dense_layout(view.length, count, width, at)
     taps = drafter.taps if drafter is not None else ()
     with jax.named_scope("prefill_forward"):
-        hidden, features, cache = target.forward(
-            tokens.reshape(-1), layout, state.target, taps=taps, context=context
-        )
+        hidden, features, cache = target.forward(tokens.reshape(-1), layout, state.target, taps=taps, context=context)
     draft_state = state.draft
     if drafter is not None:
         draft_state = drafter.absorb(state.draft, features, layout)
@@ -275,7 +273,7 @@ def prefill(
     if static.rule is not None:
         logits = static.rule.apply(view.rule, logits, None)
     log_p = log_probs(logits, view.sampling)
-    length = view.length + count
+    length = view.length + count.astype(jnp.int32)
     key = NoiseKey(view.seed, length, jnp.zeros_like(length), jnp.zeros_like(length))
     token = static.noise.categorical(log_p, key, None, view.sampling.greedy)
     verdict = Verdict(jnp.zeros(rows, jnp.int32), token)
@@ -285,7 +283,5 @@ def prefill(
     view = advanced.replace(
         length=length, active=jnp.where(last, advanced.active, view.active), anchor=jnp.where(last, token, view.anchor)
     )
-    state = jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0), small, view
-    )
+    state = jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0), small, view)
     return state.replace(target=cache, draft=draft_state), result

@@ -154,8 +154,7 @@ def find_model(name: str) -> Path:
         raise ValueError(f"{path}: expected a .gguf file or the directory that holds config.json")
     if not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(
-            f"{name}: no such file or directory, no hub id (owner/name) and no embedded target "
-            f"({', '.join(EMBEDDED)})"
+            f"{name}: no such file or directory, no hub id (owner/name) and no embedded target ({', '.join(EMBEDDED)})"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -64,9 +64,7 @@ def choose(log_p: Array, layout: Layout, keys: RowKeys, noise: Noise) -> Array:
     return noise.categorical(log_p, plain_key(keys, layout.row, layout.offset), None, greedy[layout.row])
 
 
-def verify(
-    log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, keys: RowKeys, noise: Noise
-) -> Verdict:
+def verify(log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, keys: RowKeys, noise: Noise) -> Verdict:
     """Verifies the admitted drafts of R rows.
 
     Args:
@@ -105,9 +103,7 @@ def _rejection_tests(log_p: Array, layout: Layout, drafts: Drafts, keys: RowKeys
     p = log_p[flat, drafts.tokens[:, :offered]]
     q = jnp.take_along_axis(drafts.log_q[:, :offered], drafts.draft_index[:, :offered, None], axis=-1)[..., 0]
     ratio = jnp.exp(jnp.minimum(p - q.astype(p.dtype), 0.0))
-    columns = [
-        noise.accept(ratio[:, k], cycle_key(keys, jnp.full(rows.shape, k), ACCEPT)) for k in range(offered)
-    ]
+    columns = [noise.accept(ratio[:, k], cycle_key(keys, jnp.full(rows.shape, k), ACCEPT)) for k in range(offered)]
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((rows.shape[0], 0), bool)
 
 

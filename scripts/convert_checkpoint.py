@@ -45,9 +45,7 @@ class ConvertConfig:
 
 def parse(arguments: list[str] | None = None) -> ConvertConfig:
     """Settings from the TOML file, overridden by --set, overridden by flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="FILE.toml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--input", metavar="DIR")

@@ -76,9 +76,7 @@ _WHY_NOT = {
 }
 
 
-@pytest.hookimpl(
-    trylast=True
-)  # after -m has deselected, so that no backend is started for tests that do not run
+@pytest.hookimpl(trylast=True)  # after -m has deselected, so that no backend is started for tests that do not run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips a marked test, with a reason, where what its marker stands for is not there."""
     for marker, why_not in _WHY_NOT.items():

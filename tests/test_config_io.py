@@ -143,9 +143,7 @@ def test_the_oracle_target_is_read() -> None:
 
 def test_a_missing_tie_flag_is_untied_and_missing_ids_are_those_of_the_family() -> None:
     assert not read().tie_embeddings
-    assert (
-        read().eos_token_ids == (2,) and read(model_type="qwen3", num_key_value_heads=4).eos_token_ids == ()
-    )
+    assert read().eos_token_ids == (2,) and read(model_type="qwen3", num_key_value_heads=4).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -194,9 +192,7 @@ def test_all_missing_keys_are_named_together_with_the_file() -> None:
         "/models/x/config.json: this config cannot be used\n  missing keys: model_type, vocab_size, "
         "intermediate_size, num_hidden_layers, num_attention_heads"
     )
-    with pytest.raises(
-        ValueError, match="missing keys: rope llama3: low_freq_factor, rope llama3: high_freq_f"
-    ):
+    with pytest.raises(ValueError, match="missing keys: rope llama3: low_freq_factor, rope llama3: high_freq_f"):
         read(rope_parameters={"rope_type": "llama3", "factor": 8.0})
 
 

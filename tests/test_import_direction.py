@@ -145,9 +145,7 @@ def problems(path: str, source: str) -> list[str]:
     else:
         found += _direction_problems(path, tree)
         if path not in JIT_ALLOWED:
-            found += [
-                (line, "jax.jit outside the step boundaries of JIT_ALLOWED") for line in _jit_uses(tree)
-            ]
+            found += [(line, "jax.jit outside the step boundaries of JIT_ALLOWED") for line in _jit_uses(tree)]
         at_import = {id(node) for node in _module_level(tree)}
         for node, name in _imports(tree, path):
             if name.split(".")[0] == "torch" and id(node) in at_import:

@@ -135,9 +135,7 @@ def test_a_drafter_is_not_taken_for_a_target() -> None:
 def test_names_that_mean_nothing_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere: no such file.*smollm2-135m-instruct"):
         load_target("nowhere")
-    with pytest.raises(
-        FileNotFoundError, match="not in the local Hugging Face cache.*hf download some/model"
-    ):
+    with pytest.raises(FileNotFoundError, match="not in the local Hugging Face cache.*hf download some/model"):
         load_target("some/model")
     monkeypatch.setenv("DSPARK_SMOLLM2_GGUF", str(tmp_path / "gone.gguf"))
     with pytest.raises(FileNotFoundError, match=r"gone\.gguf: no such file.*DSPARK_SMOLLM2_GGUF"):
@@ -162,9 +160,7 @@ def test_the_embedded_target_says_how_to_get_it_where_it_is_absent(monkeypatch: 
         find_embedded("smollm2-135m-instruct")
 
 
-def test_the_environment_variable_names_the_embedded_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_variable_names_the_embedded_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").write_bytes(b"")
     monkeypatch.setenv("DSPARK_SMOLLM2_GGUF", str(tmp_path / "x.gguf"))
     assert find_embedded("smollm2-135m-instruct") == tmp_path / "x.gguf"

@@ -49,9 +49,7 @@ def test_every_data_file_of_the_library_is_packaged() -> None:
     left_out = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "dspark_jax").rglob("*"))
-        if path.is_file()
-        and path.suffix not in {".py", ".pyc"}
-        and not any(fnmatch(path.name, n) for n in names)
+        if path.is_file() and path.suffix not in {".py", ".pyc"} and not any(fnmatch(path.name, n) for n in names)
     ]
     assert left_out == []
 

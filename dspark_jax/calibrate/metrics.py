@@ -33,9 +33,7 @@ def survival_scores(confidence_logits: ArrayLike, temperature: ArrayLike | None 
     return np.cumprod(sigmoid(logits), axis=1)
 
 
-def reliability(
-    scores: ArrayLike, labels: ArrayLike, bins: int = 20
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def reliability(scores: ArrayLike, labels: ArrayLike, bins: int = 20) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reliability diagram: samples, mean score and mean label of each bin.
 
     Args:
@@ -133,15 +131,12 @@ def _pairs(
     s, y = np.asarray(scores, np.float64), np.asarray(labels, np.float64)
     if s.shape != y.shape or s.ndim not in ((1, 2) if ndim is None else (ndim,)) or s.shape[0] == 0:
         raise ValueError(
-            "scores and labels: one shape [N] or [N, G] expected, N > 0, "
-            f"got {list(s.shape)} and {list(y.shape)}"
+            f"scores and labels: one shape [N] or [N, G] expected, N > 0, got {list(s.shape)} and {list(y.shape)}"
         )
     if bins < 1:
         raise ValueError(f"bins: at least 1 expected, got {bins}")
     if not np.isfinite(s).all() or (probabilities and not ((s >= 0.0) & (s <= 1.0)).all()):
-        raise ValueError(
-            f"scores: {'probabilities in [0, 1]' if probabilities else 'finite numbers'} expected"
-        )
+        raise ValueError(f"scores: {'probabilities in [0, 1]' if probabilities else 'finite numbers'} expected")
     if not ((y == 0.0) | (y == 1.0)).all():
         raise ValueError("labels: 0 or 1 expected")
     return s, y

@@ -71,9 +71,7 @@ class Calibration:
         logits = jnp.asarray(confidence_logits)
         width, known = logits.shape[-1], self.temperature.shape[-1]
         if width > known:
-            raise ValueError(
-                f"confidence_logits: {width} positions, but the calibration has {known} temperatures"
-            )
+            raise ValueError(f"confidence_logits: {width} positions, but the calibration has {known} temperatures")
         temperature = jnp.asarray(self.temperature[:width]).astype(logits.dtype)
         return jax.nn.sigmoid(logits / temperature.reshape((1,) * (logits.ndim - 1) + (width,)))
 
@@ -179,9 +177,7 @@ def fit(
     _check_key(verification, sampling_temperature)
     positions = logits.shape[1]
     temperature, before, after = np.empty(positions), np.empty(positions), np.empty(positions)
-    raw = fitted = np.ones(
-        logits.shape[0]
-    )  # survival up to the position before, without and with temperatures
+    raw = fitted = np.ones(logits.shape[0])  # survival up to the position before, without and with temperatures
     for k in range(positions):
         raw = raw * sigmoid(logits[:, k])
         before[k] = ece_of_column(raw, labels[:, k], bins)

@@ -116,7 +116,5 @@ def _copies(pieces: DrafterPieces, source: str | Path, full: bool, to: str) -> t
 
 def _needed(array: Any, name: str, source: str | Path) -> Any:
     if array is None:
-        raise ValueError(
-            f"{source}: has no {name}.weight of its own; name the target to take it from (--target)"
-        )
+        raise ValueError(f"{source}: has no {name}.weight of its own; name the target to take it from (--target)")
     return array

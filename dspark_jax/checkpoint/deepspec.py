@@ -142,9 +142,7 @@ def _dtype_name(tensors: Mapping[str, np.ndarray]) -> str:
     return str(floats[0]) if floats else "float32"
 
 
-def write_directory(
-    directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
-) -> Path:
+def write_directory(directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
     """Writes ``config.json`` and ``model.safetensors`` so that no moment shows a config with other weights.
 
     The old config goes first and the new one comes last: in between the directory does not load, whatever

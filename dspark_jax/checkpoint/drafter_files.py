@@ -80,9 +80,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; a drafter is a directory with {CONFIG_FILE} and weights"
-        )
+        raise FileNotFoundError(f"{path}: no such file; a drafter is a directory with {CONFIG_FILE} and weights")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -190,9 +188,7 @@ def check_target(config: DrafterConfig, target: DecoderConfig, source: str) -> N
     if mine != target.hidden_size:
         problems.append(f"hidden_size is {mine}, the target's {target.hidden_size}")
     if config.num_target_layers and config.num_target_layers != layers:
-        problems.append(
-            f"it was trained for a target of {config.num_target_layers} layers, this one has {layers}"
-        )
+        problems.append(f"it was trained for a target of {config.num_target_layers} layers, this one has {layers}")
     beyond = [i for i in config.target_layer_ids if i >= layers]
     if beyond:
         problems.append(f"target_layer_ids {beyond} do not exist in a target of {layers} layers")
@@ -232,9 +228,7 @@ def _require_shape(source: TensorSource, name: str, shape: tuple[int, ...]) -> N
         raise ValueError(f"{source.path}: {name} is {source.shape(name)}, expected {shape}")
 
 
-def _copy(
-    source: TensorSource, name: str, rows: np.ndarray | None, dtype: np.dtype, options: Mapping[str, Any]
-) -> Any:
+def _copy(source: TensorSource, name: str, rows: np.ndarray | None, dtype: np.dtype, options: Mapping[str, Any]) -> Any:
     """One matrix of the checkpoint, cast, checked and placed as ``restore`` does."""
     view = RowsSource(source, {} if rows is None else {name: rows})
     spec = ParamSpec(view.shape(name), ("vocab", "embed"), name)

@@ -91,9 +91,7 @@ class GGUFSource:
                 f"{self.path}: unsupported GGUF architecture {name!r}; supported: {', '.join(ARCHITECTURES)}"
             )
         self.architecture = ARCHITECTURES[name]
-        self._tensors = {
-            hf_name(key) or key: info for key, info in self.file.tensors.items() if key != _ROPE_FACTORS
-        }
+        self._tensors = {hf_name(key) or key: info for key, info in self.file.tensors.items() if key != _ROPE_FACTORS}
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value of the architecture: ``get("block_count")`` reads ``llama.block_count``."""

@@ -85,9 +85,7 @@ class GGUFFile:
         return np.frombuffer(self._data, np.uint8, info.num_bytes, info.start)
 
     def _truncated(self, what: str = "its header ends early") -> ValueError:
-        return ValueError(
-            f"{self.path}: truncated or corrupt GGUF file ({what}; it has {len(self._data)} bytes)"
-        )
+        return ValueError(f"{self.path}: truncated or corrupt GGUF file ({what}; it has {len(self._data)} bytes)")
 
     def _take(self, size: int) -> int:
         """Moves on by ``size`` bytes and returns where they start."""

@@ -14,9 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_CHUNK = (
-    8192  # blocks decoded at a time: 1 MB of float32, which stays in the cache over the passes of a decoder
-)
+_CHUNK = 8192  # blocks decoded at a time: 1 MB of float32, which stays in the cache over the passes of a decoder
 
 Decoder = Callable[[np.ndarray, np.ndarray], None]
 """(blocks [n, block_bytes] uint8, out [n, block_weights] float32), filling ``out``."""
@@ -146,8 +144,7 @@ def _decode_with_package(raw: np.ndarray, type_id: int, kind: QuantType, where: 
     if importlib.util.find_spec("gguf") is None:
         own = ", ".join(t.name for t in QUANT_TYPES.values() if t.plain is not None or t.decode is not None)
         raise ValueError(
-            f"{where} is quantised as {kind.name}, which needs the package gguf: pip install gguf "
-            f"(without it: {own})"
+            f"{where} is quantised as {kind.name}, which needs the package gguf: pip install gguf (without it: {own})"
         )
     import gguf  # not at the top: it is optional and slow to import
 

@@ -68,9 +68,7 @@ class Int8RowsSource:
         plain = set(source.names())
         self._quantised = {name.removesuffix(VALUES) for name in plain if name.endswith(VALUES)}
         if declared is not None and (not isinstance(declared, Mapping) or declared.get("format") != FORMAT):
-            raise ValueError(
-                f"{self.path}: unknown quantization {declared!r}; known: {{'format': '{FORMAT}'}}"
-            )
+            raise ValueError(f"{self.path}: unknown quantization {declared!r}; known: {{'format': '{FORMAT}'}}")
         if bool(self._quantised) != (declared is not None):
             found = f"{len(self._quantised)} tensors end in {VALUES}"
             raise ValueError(f"{self.path}: the config declares quantization = {declared!r}, but {found}")

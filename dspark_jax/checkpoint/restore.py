@@ -153,9 +153,7 @@ def restore(
     return jax.tree.map(load, specs, is_leaf=is_spec)
 
 
-def restore_abstract(
-    specs: PyTree, source: TensorSource, dtype: Any, *, allow_extra: Sequence[str] = ()
-) -> PyTree:
+def restore_abstract(specs: PyTree, source: TensorSource, dtype: Any, *, allow_extra: Sequence[str] = ()) -> PyTree:
     """The tree that ``restore`` would give, as ``jax.ShapeDtypeStruct``, after ``check``; reads no values."""
     check(specs, source, allow_extra=allow_extra)
     present = set(source.names())

@@ -75,9 +75,7 @@ class _File:
         if dtype is None:
             raise ValueError(f"{self.path}: tensor {name} has dtype {code}; known are {', '.join(_DTYPES)}")
         if end > size:
-            raise ValueError(
-                f"{self.path}: truncated: tensor {name} ends at byte {end}, the file has {size} bytes"
-            )
+            raise ValueError(f"{self.path}: truncated: tensor {name} ends at byte {end}, the file has {size} bytes")
         count = 1
         for n in shape:
             count *= n
@@ -118,8 +116,7 @@ class SafetensorsSource:
         else:
             found = sorted(p.name for p in self.path.iterdir())
             raise FileNotFoundError(
-                f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} there; found: "
-                f"{', '.join(found) or 'nothing'}"
+                f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} there; found: {', '.join(found) or 'nothing'}"
             )
 
     def _add(self, file: _File) -> None:

@@ -43,9 +43,7 @@ def read_speculators(
     Raises ValueError where the directory is in another layout.
     """
     if speculators_type(read_config(directory)) is None:
-        raise ValueError(
-            f"{directory}: no speculators_model_type in its config, expected speculators' layout"
-        )
+        raise ValueError(f"{directory}: no speculators_model_type in its config, expected speculators' layout")
     return read_drafter(directory, specs_of, target=target, dtype=dtype, put=put)
 
 
@@ -81,14 +79,10 @@ def write_speculators(
     """
     if config.trimmed:
         if head is None or d2t is None:
-            raise ValueError(
-                "a trimmed draft vocabulary needs its d2t and head rows in the speculators layout"
-            )
+            raise ValueError("a trimmed draft vocabulary needs its d2t and head rows in the speculators layout")
         config, params, d2t, head = _ascending(config, params, specs, np.asarray(d2t), np.asarray(head))
     tensors = drafter_tensors(config, params, specs, d2t=d2t, embed=embed, head=head, dtype=dtype)
-    content = drafter_config_to_speculators(
-        config, verifier=verifier, verifier_architectures=verifier_architectures
-    )
+    content = drafter_config_to_speculators(config, verifier=verifier, verifier_architectures=verifier_architectures)
     return write_directory(directory, {**content, **(extra_config or {})}, tensors)
 
 

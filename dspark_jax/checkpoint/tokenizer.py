@@ -36,9 +36,7 @@ def _byte_level(use_regex: bool = True) -> Any:
 def _split(pattern: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), _byte_level(use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), _byte_level(use_regex=False)])
 
 
 def _smollm() -> Any:
@@ -77,8 +75,7 @@ def tokenizer_from_gguf(source: GGUFSource) -> PreTrainedTokenizerFast:
     pre = meta.get("tokenizer.ggml.pre", "default")
     if pre not in _SPLITTERS:
         raise ValueError(
-            f"{source.path}: unknown pre-tokenizer tokenizer.ggml.pre = {pre!r}; "
-            f"known: {', '.join(_SPLITTERS)}"
+            f"{source.path}: unknown pre-tokenizer tokenizer.ggml.pre = {pre!r}; known: {', '.join(_SPLITTERS)}"
         )
     lists = [f"tokenizer.ggml.{key}" for key in ("tokens", "merges", "token_type")]
     missing = [key for key in lists if meta.get(key) is None]

@@ -40,9 +40,7 @@ def read_d2t(source: TensorSource, config: DrafterConfig) -> np.ndarray | None:
     problem = _ids_problem(ids, vocab)
     if problem:
         plain = _ids_problem(offsets.astype(np.int64), vocab) is None
-        hint = (
-            "; its values look like target ids, where an offset is expected (id - draft id)" if plain else ""
-        )
+        hint = "; its values look like target ids, where an offset is expected (id - draft id)" if plain else ""
         raise ValueError(f"{where}: d2t {problem}{hint}")
     if "t2d" in names:
         _check_t2d(source, ids, vocab)

@@ -109,15 +109,11 @@ def _heads(fields: Fields, kind: str) -> tuple[int, str, bool, bool]:
     rank = fields.integer("markov_rank", 256 if dspark else 0)
     head = fields.get("markov_head_type", "vanilla") if rank else "vanilla"
     if head not in MARKOV_HEADS:
-        raise ValueError(
-            f"{fields.source}: unknown markov_head_type {head!r}, known: {', '.join(MARKOV_HEADS)}"
-        )
+        raise ValueError(f"{fields.source}: unknown markov_head_type {head!r}, known: {', '.join(MARKOV_HEADS)}")
     confidence = fields.boolean("enable_confidence_head", dspark)
     with_markov = fields.boolean("confidence_head_with_markov", rank > 0)
     if confidence and with_markov and rank == 0:
-        raise ValueError(
-            f"{fields.source}: confidence_head_with_markov needs a Markov head, found markov_rank 0"
-        )
+        raise ValueError(f"{fields.source}: confidence_head_with_markov needs a Markov head, found markov_rank 0")
     return rank, head, confidence, with_markov
 
 
@@ -201,9 +197,7 @@ def _window(backbone: dict[str, Any], dflash: Mapping[str, Any], source: str) ->
         backbone["use_sliding_window"] = True
     elif backbone.get("layer_types") is None and backbone.get("use_sliding_window"):
         first = backbone.get("max_window_layers") or 0
-        backbone["layer_types"] = [
-            "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-        ]
+        backbone["layer_types"] = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if "sliding_attention" in (backbone.get("layer_types") or ()):
         if not is_int(backbone.get("sliding_window")):
             raise ValueError(f"{source}: sliding layers without a sliding_window")

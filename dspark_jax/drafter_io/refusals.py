@@ -107,9 +107,7 @@ _REFUSED: tuple[tuple[str, Callable[[_Facts], bool]], ...] = (
 )
 
 
-def refuse_unsupported(
-    config: Mapping[str, Any], names: Collection[str], algorithm: str | None, source: str
-) -> None:
+def refuse_unsupported(config: Mapping[str, Any], names: Collection[str], algorithm: str | None, source: str) -> None:
     """Raises UnsupportedDrafterError, naming the kind, for drafters that cannot be run yet.
 
     Args:

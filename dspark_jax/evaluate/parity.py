@@ -27,6 +27,9 @@ from dspark_jax.heads.markov import markov_bias, teacher_forced
 from dspark_jax.load import load_drafter, load_target
 from dspark_jax.types import EMPTY
 
+FAMILIES, DRAFTERS = ("qwen3", "llama"), ("dspark", "dflash")
+"""What a case's kind may begin and end with."""
+
 STORED_ROUNDS = 3
 GREEDY = Sampling(temperature=0.0)
 
@@ -60,8 +63,11 @@ def load_case(directory: str | Path, dtype: str = "float32") -> Case:
     folder = Path(directory)
     spec = json.loads((folder / "case.json").read_text())
     kind = str(spec.get("kind", ""))
-    if "dspark" not in kind and "dflash" not in kind:
-        raise UnsupportedCase(f"{folder}: cases of kind {kind!r} are not computed by this version")
+    if not kind.startswith(FAMILIES) or not kind.endswith(DRAFTERS):
+        raise UnsupportedCase(
+            f"{folder}: cases of kind {kind!r} are not computed by this version, which knows targets "
+            f"{', '.join(FAMILIES)} with drafters {', '.join(DRAFTERS)}"
+        )
     target = load_target(folder / spec["target"], dtype=dtype)
     drafter = load_drafter(folder / spec["draft"], target, dtype=dtype)
     with np.load(folder / spec["expected"]) as arrays:
@@ -135,9 +141,10 @@ def rounds(case: Case) -> Arrays:
     out: Arrays = {}
     for i in range(case.prompts):
         margin = np.inf
-        walk = Rounds(case.models, case.prompt(i))
+        limit = len(case.prompt(i)) + case.max_new_tokens
+        walk = Rounds(case.models, case.prompt(i), limit + case.models.drafter.block_size + 1)
         for j in range(case.max_new_tokens):
-            if walk.start >= len(case.prompt(i)) + case.max_new_tokens - 1:
+            if walk.start >= limit:  # the reference's own end: it may run one round more than generate()
                 break
             step = walk.next()
             best = np.sort(step.corrected_logits, axis=-1)
@@ -161,8 +168,7 @@ def teacher_forced_blocks(case: Case) -> Arrays:
     draft: list[np.ndarray] = []
     confidence: list[np.ndarray] = []
     for a in anchors:
-        hidden = drafter.hidden(state, jnp.asarray(ids[a : a + 1]), jnp.asarray([a]), k)
-        logits, scores = _teacher_forced(drafter, hidden, jnp.asarray(ids[None, a : a + k]))
+        logits, scores = _teacher_forced(drafter, state, jnp.asarray([a], jnp.int32), jnp.asarray(ids[None, a : a + k]))
         draft.append(models.to_target_ids(np.asarray(logits[0])))
         if scores is not None:
             confidence.append(np.asarray(scores[0]))
@@ -261,9 +267,15 @@ def _round_arrays(case: Case, prefix: str, step: Round, with_cache: bool) -> Arr
 
 
 @jax.jit
-def _teacher_forced(drafter: Drafter, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Corrected logits ``[1, K, Vd]`` and confidence logits ``[1, K]``, the previous tokens given."""
+def _teacher_forced(
+    drafter: Drafter, state: Any, length: jax.Array, previous: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Corrected logits ``[1, K, Vd]`` and confidence logits ``[1, K]`` of the block whose anchor sits at ``length``.
+
+    ``previous [1, K]``: the anchor and the tokens behind it, the last one left out.
+    """
     config, params = drafter.config, drafter.params
+    hidden = drafter.hidden(state, previous[:, 0], length, previous.shape[1])
     logits, e = base_logits(config, drafter.shared, hidden), None
     if config.markov_rank:
         z, e = teacher_forced(config, params["markov"], previous, hidden)

@@ -89,7 +89,7 @@ class Rounds:
     def __init__(self, models: Models, prompt: np.ndarray, cells: int = 0) -> None:
         self.models, self.start, self._before = models, len(prompt), 0
         size = -(-len(prompt) // CELLS) * CELLS
-        self._room = max(cells, size + 4 * CELLS)
+        self._room = -(-max(cells, size + 4 * CELLS) // CELLS) * CELLS
         padded = np.zeros(size, np.int32)
         padded[: len(prompt)] = prompt
         outputs, self._cache, self._state = _prefill(

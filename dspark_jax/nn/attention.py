@@ -40,9 +40,7 @@ def attention(q: Array, keys: Sequence[KeyBlock], scale: float) -> Array:
         half = width // 2
         return jnp.concatenate(
             [
-                attention(
-                    q[:, part], [block.replace(visible=block.visible[:, part]) for block in keys], scale
-                )
+                attention(q[:, part], [block.replace(visible=block.visible[:, part]) for block in keys], scale)
                 for part in (slice(0, half), slice(half, width))
             ],
             axis=1,
@@ -69,9 +67,7 @@ def attention(q: Array, keys: Sequence[KeyBlock], scale: float) -> Array:
 
 def _scores(q: Array, k: Array, dtype: jnp.dtype) -> Array:
     """``[R, Hk, M, D] x [R, Hk, C, D] -> [R, Hk, M, C]``."""
-    return jnp.einsum(
-        "rhmd,rhcd->rhmc", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
-    )
+    return jnp.einsum("rhmd,rhcd->rhmc", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
 
 
 def _mix(weights: Array, v: Array, dtype: jnp.dtype) -> Array:

@@ -252,9 +252,7 @@ def _survival_rows(survival: ArrayLike) -> np.ndarray:
         inside = (rows >= 0.0) & (rows <= 1.0)
         if not inside.all():
             slot, position = np.argwhere(~inside)[0]
-            raise ValueError(
-                f"survival[{slot}, {position}] = {rows[slot, position]}: every entry must be in [0, 1]"
-            )
+            raise ValueError(f"survival[{slot}, {position}] = {rows[slot, position]}: every entry must be in [0, 1]")
         slot, position = np.argwhere(~falling)[0]
         raise ValueError(
             f"survival[{slot}]: rows must be non-increasing, but position {position + 1} has "
@@ -282,8 +280,7 @@ def _admission_path(
     if first > table.last:
         extra = f" + {others} other tokens" if others else ""
         raise ValueError(
-            f"R = {requests} requests{extra} are beyond the last entry of the step-time table "
-            f"({table.last} tokens)"
+            f"R = {requests} requests{extra} are beyond the last entry of the step-time table ({table.last} tokens)"
         )
     step_ms = table.window(first, values.size + 1)
     expected = np.empty(step_ms.size)
@@ -298,9 +295,7 @@ def _lengths(rows: np.ndarray, values: np.ndarray, admitted: int) -> np.ndarray:
     if admitted == 0:
         return np.zeros(rows.shape[0], np.int32)
     last = values[admitted - 1]
-    if (
-        admitted == values.size or values[admitted] < last
-    ):  # all that equal the last one are in: the usual case
+    if admitted == values.size or values[admitted] < last:  # all that equal the last one are in: the usual case
         return np.count_nonzero(rows >= last, axis=1).astype(np.int32)
     above = np.count_nonzero(rows > last, axis=1)
     equal = np.count_nonzero(rows == last, axis=1)

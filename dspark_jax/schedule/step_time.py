@@ -66,9 +66,7 @@ class StepTimeTable:
             if value is not None and (isinstance(value, bool) or not _is_index(value) or value < 0):
                 raise ValueError(f"{name}: an integer >= 0 or None expected, got {value!r}")
         if self.draft_ms is not None and not (_is_number(self.draft_ms) and 0 <= self.draft_ms < math.inf):
-            raise ValueError(
-                f"draft_ms: a finite number of milliseconds >= 0 or None expected, got {self.draft_ms!r}"
-            )
+            raise ValueError(f"draft_ms: a finite number of milliseconds >= 0 or None expected, got {self.draft_ms!r}")
         for name in _ORIGIN:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name}: a string or None expected, got {getattr(self, name)!r}")
@@ -112,9 +110,7 @@ class StepTimeTable:
     def _entry(self, tokens: int) -> int:
         count = operator.index(tokens)
         if not 0 <= count <= self.last:
-            raise ValueError(
-                f"{count} tokens are outside the step-time table, whose last entry is {self.last} tokens"
-            )
+            raise ValueError(f"{count} tokens are outside the step-time table, whose last entry is {self.last} tokens")
         return int(np.searchsorted(self.tokens, count))
 
     def window(self, first: int, count: int) -> np.ndarray:
@@ -336,9 +332,7 @@ def _check_tokens(values: Any) -> np.ndarray:
 def _check_milliseconds(values: Any, size: int) -> np.ndarray:
     milliseconds = _numbers(values, "milliseconds", "iuf").astype(np.float64)
     if milliseconds.size != size:
-        raise ValueError(
-            f"milliseconds: {size} entries expected, one for each of tokens, got {milliseconds.size}"
-        )
+        raise ValueError(f"milliseconds: {size} entries expected, one for each of tokens, got {milliseconds.size}")
     if not (milliseconds > 0).all():  # NaN fails too
         raise ValueError(f"milliseconds: entries > 0 expected, got {milliseconds.tolist()!r:.80}")
     milliseconds.setflags(write=False)

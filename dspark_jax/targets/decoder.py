@@ -110,9 +110,7 @@ def _attend(
     q, k, v = (layout.pad(a) for a in qkv)
     k_cells = write_rows(cells[0], k.swapaxes(1, 2), layout, index)
     v_cells = write_rows(cells[1], v.swapaxes(1, 2), layout, index)
-    block = KeyBlock(
-        read_rows(k_cells, layout, context, index), read_rows(v_cells, layout, context, index), visible
-    )
+    block = KeyBlock(read_rows(k_cells, layout, context, index), read_rows(v_cells, layout, context, index), visible)
     out = attention(q, [block], attention_scale(config, layer))
     return layout.flatten(out), (k_cells, v_cells)
 

@@ -43,9 +43,7 @@ def find_embedded(name: str) -> Path:
     named = os.environ.get(entry.variable)
     if named:
         if not Path(named).is_file():
-            raise FileNotFoundError(
-                f"{named}: no such file (named by the environment variable {entry.variable})"
-            )
+            raise FileNotFoundError(f"{named}: no such file (named by the environment variable {entry.variable})")
         return Path(named)
     spec = importlib.util.find_spec(entry.package)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

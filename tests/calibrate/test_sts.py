@@ -40,12 +40,8 @@ def test_every_oracle_case_is_met_exactly(bins: int) -> None:
         want = {key: cases[f"{name}b{bins}.{key}"] for key in ("temperatures", "ece_before", "ece_after")}
         label = f"{cases[name + 'name']}, {bins} bins"
         assert np.asarray(found.temperature).tolist() == want["temperatures"].tolist(), label
-        np.testing.assert_allclose(
-            np.asarray(found.ece_before), want["ece_before"], rtol=0, atol=1e-12, err_msg=label
-        )
-        np.testing.assert_allclose(
-            np.asarray(found.ece_after), want["ece_after"], rtol=0, atol=1e-12, err_msg=label
-        )
+        np.testing.assert_allclose(np.asarray(found.ece_before), want["ece_before"], rtol=0, atol=1e-12, err_msg=label)
+        np.testing.assert_allclose(np.asarray(found.ece_after), want["ece_after"], rtol=0, atol=1e-12, err_msg=label)
 
 
 def test_the_error_of_every_grid_value_is_the_oracles() -> None:
@@ -141,9 +137,7 @@ def same(first: Calibration, second: Calibration) -> bool:
         second.verification,
         second.sampling_temperature,
     )
-    return static and all(
-        (a is None and b is None) or (a is not None and np.array_equal(a, b)) for a, b in arrays
-    )
+    return static and all((a is None and b is None) or (a is not None and np.array_equal(a, b)) for a, b in arrays)
 
 
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])

@@ -151,15 +151,11 @@ def case(kind: str = "vanilla", dtype: Any = jnp.float32) -> Case:
 def target_config(**changes: Any) -> DecoderConfig:
     """A Qwen3 target of five layers that the tiny drafters fit."""
     layer = LayerConfig(1, 8, RopeConfig())
-    base = DecoderConfig(
-        "qwen3", VOCAB, HIDDEN, 24, 2, (layer,) * TARGET_LAYERS, qk_norm=True, max_positions=64
-    )
+    base = DecoderConfig("qwen3", VOCAB, HIDDEN, 24, 2, (layer,) * TARGET_LAYERS, qk_norm=True, max_positions=64)
     return dataclasses.replace(base, **changes)
 
 
-def target_view(
-    config: DecoderConfig | None = None, dtype: Any = jnp.float32, tokens: int | None = None
-) -> TargetView:
+def target_view(config: DecoderConfig | None = None, dtype: Any = jnp.float32, tokens: int | None = None) -> TargetView:
     """Untied embedding and head of that target."""
     config = config or target_config()
     rng = np.random.default_rng(11)

@@ -69,9 +69,7 @@ def test_full_writes_what_other_engines_expect(tmp_path: Path, target_dir: Path,
     """Copies included, floats, no map: what DeepSpec's own class has as parameters."""
     c = case(kind)
     write(tmp_path / "ours", c)
-    assert (
-        run(tmp_path / "ours", tmp_path / "full", "--to", "deepspec", "--full", "--target", target_dir) == 0
-    )
+    assert run(tmp_path / "ours", tmp_path / "full", "--to", "deepspec", "--full", "--target", target_dir) == 0
     pieces = read_drafter(tmp_path / "full", drafter_specs)
     assert pieces.config == c.config and same_tree(pieces.params, c.params)
     assert same_array(pieces.embed, c.embed) and same_array(pieces.head, c.head)
@@ -83,10 +81,7 @@ def test_full_writes_what_other_engines_expect(tmp_path: Path, target_dir: Path,
 def test_full_undoes_int8(tmp_path: Path, target_dir: Path) -> None:
     c = case()
     write(tmp_path / "small", c, quantize=True)
-    assert (
-        run(tmp_path / "small", tmp_path / "full", "--full", "--target", target_dir, "--dtype", "bfloat16")
-        == 0
-    )
+    assert run(tmp_path / "small", tmp_path / "full", "--full", "--target", target_dir, "--dtype", "bfloat16") == 0
     source = SafetensorsSource(tmp_path / "full")
     assert {source.dtype(name) for name in source.names()} == {np.dtype(jnp.bfloat16)}
     assert "quantization" not in json.loads((tmp_path / "full" / "config.json").read_text())
@@ -100,9 +95,7 @@ def test_full_refuses_a_trimmed_vocabulary_saying_why(
     write(tmp_path / "trimmed", case("trimmed"))
     assert run(tmp_path / "trimmed", tmp_path / "out", "--full", "--target", target_dir) == 1
     message = capsys.readouterr().err
-    assert (
-        "12 of 40 tokens" in message and "no d2t map" in message and "speculators layout takes it" in message
-    )
+    assert "12 of 40 tokens" in message and "no d2t map" in message and "speculators layout takes it" in message
     write(tmp_path / "fill", case("fill-in"))
     assert run(tmp_path / "fill", tmp_path / "out", "--full", "--target", target_dir) == 1
     assert "DeepSpec's own is anchor-first" in capsys.readouterr().err
@@ -112,10 +105,7 @@ def test_full_refuses_a_trimmed_vocabulary_saying_why(
 def test_missing_copies_ask_for_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "ours", case())
     assert run(tmp_path / "ours", tmp_path / "out", "--full") == 1
-    assert (
-        "no embed_tokens.weight of its own; name the target to take it from (--target)"
-        in capsys.readouterr().err
-    )
+    assert "no embed_tokens.weight of its own; name the target to take it from (--target)" in capsys.readouterr().err
     write(tmp_path / "trimmed", case("trimmed"))
     assert run(tmp_path / "trimmed", tmp_path / "out", "--to", "speculators") == 1
     assert "no lm_head.weight of its own" in capsys.readouterr().err

@@ -106,9 +106,7 @@ def test_a_head_in_target_ids_gives_the_rows_that_d2t_lists(tmp_path: Path) -> N
     edit_tensors(tmp_path, lm_head__weight=own)
     assert same_array(read(tmp_path, view).head, own[c.d2t])
     edit_tensors(tmp_path, lm_head__weight=own[:13])
-    with pytest.raises(
-        ValueError, match=r"lm_head.weight is \(13, 16\), expected \(12, 16\) in draft ids or"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head.weight is \(13, 16\), expected \(12, 16\) in draft ids or"):
         read(tmp_path, view)
 
 
@@ -159,9 +157,7 @@ def test_int8_rows_are_read_back_within_half_a_step(tmp_path: Path, kind: str) -
     c = case(kind)
     c = dataclasses.replace(c, params={**c.params, "fc": c.params["fc"].at[3].set(0.0)})
     write(tmp_path, c, quantize=True)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization"] == {
-        "format": "dspark_jax_int8_rows"
-    }
+    assert json.loads((tmp_path / "config.json").read_text())["quantization"] == {"format": "dspark_jax_int8_rows"}
     names = set(SafetensorsSource(tmp_path).names())
     assert {"fc.weight.int8", "fc.weight.scale", "confidence_head.proj.weight"} <= names
     assert "fc.weight" not in names and stored_dtype(tmp_path) == np.float32
@@ -207,9 +203,7 @@ def test_int8_tensors_and_their_declaration_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken int8 tensors: fc.weight"):
         read(tmp_path)
     edit_tensors(tmp_path, fc__weight__scale=scale[:3])
-    with pytest.raises(
-        ValueError, match=r"broken int8 tensors: fc.weight \(.int8 is \(16, 48\), .scale is \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"broken int8 tensors: fc.weight \(.int8 is \(16, 48\), .scale is \(3,\)"):
         read(tmp_path)
     write(tmp_path, c)
     edit_config(tmp_path, quantization={"format": "dspark_jax_int8_rows"})
@@ -217,9 +211,7 @@ def test_int8_tensors_and_their_declaration_must_agree(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_an_interrupted_write_leaves_nothing_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_nothing_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a config beside the weights of another drafter."""
     write(tmp_path, case())
     replace = os.replace
@@ -240,9 +232,7 @@ def test_an_interrupted_write_leaves_nothing_that_loads(
     assert read(tmp_path).config.markov_head == "gated"
 
 
-def test_a_calibration_of_replaced_weights_is_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_calibration_of_replaced_weights_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, case())
     (tmp_path / "calibration.json").write_text("{}")
     (tmp_path / "README.md").write_text("kept")

@@ -34,9 +34,7 @@ from tests.checkpoint.drafter_cases import write_case as write
 def test_missing_tensors_are_all_named(tmp_path: Path) -> None:
     write(tmp_path, case())
     edit_tensors(tmp_path, confidence_head__proj__weight=None, markov_head__markov_w2__weight=None)
-    with pytest.raises(
-        ValueError, match="not in the checkpoint: confidence_head.proj.weight, markov_head.markov_w2"
-    ):
+    with pytest.raises(ValueError, match="not in the checkpoint: confidence_head.proj.weight, markov_head.markov_w2"):
         read(tmp_path)
     write(tmp_path, case())
     edit_tensors(tmp_path, fc__weight=None, norm__weight=None, stray=np.zeros(2, np.float32))

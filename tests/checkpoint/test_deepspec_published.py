@@ -135,9 +135,7 @@ def test_a_directory_of_the_published_8b_drafter_fits_abstractly(tmp_path: Path,
 
 
 def test_a_wrong_shape_of_the_published_drafter_is_found_abstractly(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({**QWEN3_8B_BLOCK7, "num_hidden_layers": 6, "layer_types": None})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B_BLOCK7, "num_hidden_layers": 6, "layer_types": None}))
     write_sparse(tmp_path / "model.safetensors", {**published_shapes(), "fc.weight": (4096, 4 * 4096)})
     with pytest.raises(ValueError, match=r"(?s)layers.5.input_layernorm.*fc.weight is \(4096, 16384\)"):
         inspect_drafter(tmp_path, drafter_specs)

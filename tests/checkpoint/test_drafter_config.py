@@ -77,9 +77,7 @@ def test_a_silent_config_has_its_formats_documented_layout_and_the_log_says_so(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("anchor", [True, False])
-def test_a_declared_layout_wins_over_the_default(
-    name: str, anchor: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_declared_layout_wins_over_the_default(name: str, anchor: bool, caplog: pytest.LogCaptureFixture) -> None:
     raw, _ = FORMATS[name]
     for key, value in {
         "sample_from_anchor": anchor,
@@ -163,15 +161,11 @@ def test_an_unknown_spelling_is_an_error_that_lists_it(raw: dict[str, Any]) -> N
 
 
 def test_two_places_that_disagree_are_an_error_naming_both() -> None:
-    with pytest.raises(
-        ValueError, match="contradicting values for block_size: block_size = 7, .*block_size = 5"
-    ):
+    with pytest.raises(ValueError, match="contradicting values for block_size: block_size = 7, .*block_size = 5"):
         read(flat(dspark_block_size=5))
     with pytest.raises(ValueError, match="contradicting values for target_layer_ids"):
         read(flat(aux_hidden_state_layer_ids=[1, 3]))
-    assert read(flat(aux_hidden_state_layer_ids=[0, 2, 4])) == read(
-        flat()
-    )  # the same layers, counted differently
+    assert read(flat(aux_hidden_state_layer_ids=[0, 2, 4])) == read(flat())  # the same layers, counted differently
     assert read(flat(dspark_block_size=7)) == read(flat())
 
 
@@ -203,9 +197,7 @@ def test_two_places_that_disagree_are_an_error_naming_both() -> None:
         ({}, (*HEADS, *CONFIDENCE, "markov_head.gate_proj.weight"), "not declared: markov_head.gate_proj"),
     ],
 )
-def test_heads_and_their_tensors_must_agree(
-    changes: dict[str, Any], names: tuple[str, ...], message: str
-) -> None:
+def test_heads_and_their_tensors_must_agree(changes: dict[str, Any], names: tuple[str, ...], message: str) -> None:
     """FIELD: a head declared whose tensors are missing, or the other way round, is an error naming them."""
     with pytest.raises(ValueError, match=message):
         read(flat(**changes), *names)
@@ -300,9 +292,7 @@ def test_the_architecture_string_alone_decides_nothing() -> None:
     assert read(flat(architectures=None)) == read(flat())
     bare = {**BACKBONE, "block_size": 7, "mask_token_id": 39, "target_layer_ids": [1, 3]}
     assert read(bare).sample_from_anchor
-    assert not read(
-        {**bare, "architectures": ["DFlashDraftModel"]}
-    ).sample_from_anchor  # no key says otherwise
+    assert not read({**bare, "architectures": ["DFlashDraftModel"]}).sample_from_anchor  # no key says otherwise
 
 
 @pytest.mark.parametrize(

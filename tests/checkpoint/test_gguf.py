@@ -135,9 +135,7 @@ def test_llama3_rope_is_recovered_from_its_divisors(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rope_scaling_is_read_from_metadata(
-    tmp_path: Path, kind: str, extra: dict[str, int], want: RopeConfig
-) -> None:
+def test_rope_scaling_is_read_from_metadata(tmp_path: Path, kind: str, extra: dict[str, int], want: RopeConfig) -> None:
     scaling = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0, **extra}
     write_tiny(tmp_path / "r.gguf", **scaling)
     assert decoder_config_from_gguf(GGUFSource(tmp_path / "r.gguf")).layers[0].rope == want

@@ -109,15 +109,11 @@ def test_put_gets_each_array_with_its_spec(tmp_path: Path) -> None:
 def test_the_abstract_tree_has_the_shapes_of_the_restored_one(tmp_path: Path) -> None:
     src = source(tmp_path)
     abstract, real = restore_abstract(SPECS, src, jnp.bfloat16), restore(SPECS, src, jnp.bfloat16)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), real
-    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), real)
 
 
 def test_all_missing_extra_and_misshapen_tensors_are_in_one_error(tmp_path: Path) -> None:
-    bad = source(
-        tmp_path, w=np.zeros((3, 2), np.float32), map=None, layers__1__b=None, z=np.zeros(1), a=np.zeros(1)
-    )
+    bad = source(tmp_path, w=np.zeros((3, 2), np.float32), map=None, layers__1__b=None, z=np.zeros(1), a=np.zeros(1))
     for function in (check, lambda specs, src: restore(specs, src, np.float32)):
         with pytest.raises(ValueError) as error:
             function(SPECS, bad)
@@ -149,9 +145,7 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_the_tensor(
 ) -> None:
     w = np.ones((2, 3), dtype)
     w[1, 2] = value
-    with pytest.raises(
-        ValueError, match=r"tensor w has 1 NaN or infinite values of 6 \(the first at \(1, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"tensor w has 1 NaN or infinite values of 6 \(the first at \(1, 2\)"):
         restore(SPECS, source(tmp_path, w=w), dtype)
 
 
@@ -205,9 +199,7 @@ def test_shards_that_are_missing_or_lack_a_tensor_are_named(tmp_path: Path) -> N
     content = json.loads(index.read_text())
     content["weight_map"]["ghost"] = "b.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"index\.json: tensors that their shard does not hold: ghost \(b\.safe"
-    ):
+    with pytest.raises(ValueError, match=r"index\.json: tensors that their shard does not hold: ghost \(b\.safe"):
         SafetensorsSource(tmp_path)
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"shard files are missing: a\.safetensors"):
@@ -245,9 +237,7 @@ def test_a_corrupt_header_names_the_tensor(tmp_path: Path, entry: dict[str, Any]
 
 def test_a_place_without_weights_says_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        FileNotFoundError, match=r"neither model\.safetensors nor .*found: pytorch_model\.bin"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*found: pytorch_model\.bin"):
         SafetensorsSource(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such file or directory"):
         SafetensorsSource(tmp_path / "nowhere")

@@ -46,9 +46,7 @@ def read(directory: Path, view: TargetView | None = None) -> DrafterPieces:
 def test_a_whole_vocabulary_is_written_and_read_back_equal(tmp_path: Path, kind: str) -> None:
     c, view = case(kind), target_view()
     write(tmp_path, c)
-    assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(
-        SafetensorsSource(tmp_path).names()
-    )
+    assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(SafetensorsSource(tmp_path).names())
     pieces = read(tmp_path, view)
     lost = {"num_target_layers": 0, "block_widths": ()}  # that layout has no place for them
     assert pieces.config == dataclasses.replace(c.config, **lost)
@@ -57,9 +55,7 @@ def test_a_whole_vocabulary_is_written_and_read_back_equal(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", ["trimmed", "permuted"])
-def test_a_draft_vocabulary_is_written_in_ascending_order_and_stays_the_same_drafter(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_draft_vocabulary_is_written_in_ascending_order_and_stays_the_same_drafter(tmp_path: Path, kind: str) -> None:
     """speculators cuts head rows out by the mask t2d, in ascending order; others would be wrong rows."""
     c, view = case(kind), target_view()
     assert c.d2t is not None and (np.diff(c.d2t) < 0).any()

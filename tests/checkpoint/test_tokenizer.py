@@ -65,9 +65,7 @@ def test_only_qwen2_composes_accents_and_only_llama3_takes_whole_words(tmp_path:
 
 
 def test_an_unknown_splitter_or_model_is_refused_and_the_known_ones_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"tok\.gguf: unknown pre-tokenizer.*'tekken'; known: .*smollm.*qwen2"
-    ):
+    with pytest.raises(ValueError, match=r"tok\.gguf: unknown pre-tokenizer.*'tekken'; known: .*smollm.*qwen2"):
         tokenizer_from_gguf(gguf(tmp_path, "tekken"))
     with pytest.raises(ValueError, match=r"tok\.gguf: unsupported GGUF tokenizer model 'llama'"):
         tokenizer_from_gguf(gguf(tmp_path, model="llama"))
@@ -163,9 +161,7 @@ def test_smollm2_has_its_special_tokens_and_default_system_message(smollm2: Any)
     assert (smollm2.bos_token_id, smollm2.eos_token_id) == (1, 2)
     assert (smollm2.pad_token_id, smollm2.unk_token_id) == (2, 0)
     assert smollm2("<|im_start|>hi<|im_end|>").input_ids[::2] == [1, 2]
-    ids = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)[
-        "input_ids"
-    ]
+    ids = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)["input_ids"]
     assert smollm2.decode(ids) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -32,7 +32,9 @@ def fixed_engine(models: Models) -> Engine:
 def lagged_engine(models: Models) -> Engine:
     config = engine_config(mode="lagged", step_time=step_times(), slot_buckets=(4,), token_buckets=(8, 12))
     with jax.enable_x64(True):
-        return Engine(*models, config)
+        engine = Engine(*models, config)
+        engine.warmup()
+        return engine
 
 
 @pytest.fixture

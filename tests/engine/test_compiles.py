@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.config import Sampling
-from dspark_jax.engine import Engine, Request
+from dspark_jax.engine import Engine, EngineConfig, Request
+from dspark_jax.engine.buckets import Key
+from dspark_jax.testing import tiny_target
 from tests.engine.cases import VOCAB, WINDOW, fresh
 
 
@@ -78,3 +80,15 @@ def test_caches_are_updated_in_place(fixed: Engine) -> None:
     fixed.step()
     assert before.is_deleted() and fixed._state.target.unsafe_buffer_pointer() == where
     fixed.run()
+
+
+def test_no_program_copies_a_whole_cache() -> None:
+    """One slot of four, part of the cells: the compiled step holds no copy of a cache, and its state is aliased."""
+    target = tiny_target(num_layers=1)
+    engine = Engine(target, None, EngineConfig(max_num_seqs=4, max_model_len=200, context_buckets=(64,)))
+    cache = engine._state.target.k[0]
+    compiled = engine._programs._lower(Key("plain", 1, 1, 64), (engine._state,)).compile()
+    shape = ",".join(map(str, cache.shape))
+    assert f"[{shape}]" in compiled.as_text() and not re.search(rf"\[{shape}\]\S* copy\(", compiled.as_text())
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * cache.nbytes and memory.temp_size_in_bytes < cache.nbytes

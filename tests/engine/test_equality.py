@@ -47,6 +47,7 @@ def test_a_static_threshold_offers_what_generate_offers(models: Models) -> None:
     """The host reads the lengths back, so the forward is as small as they allow."""
     config = engine_config(mode="threshold", confidence_threshold=0.7, slot_buckets=(4,), token_buckets=(8,))
     engine = Engine(*models, config)
+    engine.warmup()
     requests = random_requests(6, seed=4, sampling=Sampling(0.8), verification="rejection")
     want = expected(models, requests, admit="threshold", confidence_threshold=0.7)
     assert run_all(engine, requests) == want
@@ -61,6 +62,7 @@ def test_a_transformer_in_float64_emits_what_generate_emits() -> None:
     drafter = tiny_drafter(target, block_size=2, target_layer_ids=(0,))
     config = engine_config(max_num_seqs=3, slot_buckets=(2,))
     engine = Engine(target, drafter, config)
+    engine.warmup()  # two compilations at a time
     rng = np.random.default_rng(5)
     lengths = np.array([3, 16, 9, 12, 1])
     prompts = np.zeros((5, 16), np.int32)

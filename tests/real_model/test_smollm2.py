@@ -84,9 +84,7 @@ def test_coupled_text_equals_plain_sampled_text_of_the_same_seed(
     _compare(smollm2, shipped_drafter, chats, comparison, verification="coupled", max_new_tokens=96)
 
 
-def _compare(
-    target: Target, drafter: Drafter, chats: list[list[int]], comparison: Comparison, **options: Any
-) -> None:
+def _compare(target: Target, drafter: Drafter, chats: list[list[int]], comparison: Comparison, **options: Any) -> None:
     prompts, lengths = batch(chats)
     seeds = np.arange(11, 11 + len(chats), dtype=np.uint32)
     shared = {

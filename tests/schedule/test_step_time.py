@@ -130,9 +130,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(text: str, match: str, tmp_p
 
 
 def test_save_and_load_keep_every_field_and_row(tmp_path: Path) -> None:
-    origin: dict[str, Any] = dict(
-        machine="box", device="cpu", dtype="float32", commit="abc", model_hash="123"
-    )
+    origin: dict[str, Any] = dict(machine="box", device="cpu", dtype="float32", commit="abc", model_hash="123")
     rows = [
         StepTimeTable(
             tokens=[1, 4],
@@ -168,10 +166,7 @@ def test_at_takes_the_smallest_slots_and_context_that_hold_the_batch() -> None:
     ]
     table = StepTimeTable.combine(rows)
     chosen = {
-        (c, s): (row.slots, row.context_tokens)
-        for c in (1, 2, 3, 9)
-        for s in (1, 3, 8, 20)
-        for row in [table.at(c, s)]
+        (c, s): (row.slots, row.context_tokens) for c in (1, 2, 3, 9) for s in (1, 3, 8, 20) for row in [table.at(c, s)]
     }
     assert chosen == {
         **{(1, 1): (1, 2), (2, 1): (1, 2), (3, 1): (1, 5), (9, 1): (1, 5)},
@@ -240,9 +235,7 @@ class FakeMachine:
 def test_profile_takes_medians_after_a_warm_up_in_rounds() -> None:
     """First calls (compilation) are not timed, an outlier does not count, and token counts take turns."""
     machine = FakeMachine({1: [9.0, 0.001, 0.5, 0.001], 2: [9.0, 0.002, 0.002, 0.7]})
-    table = StepTimeTable.profile(
-        machine.step, [1, 2], repeats=3, clock=machine.clock, slots=2, machine="fake"
-    )
+    table = StepTimeTable.profile(machine.step, [1, 2], repeats=3, clock=machine.clock, slots=2, machine="fake")
     assert table.tokens.tolist() == [1, 2]
     assert table.milliseconds == pytest.approx([1.0, 2.0])
     assert (table.slots, table.machine, table.draft_ms) == (2, "fake", None)
