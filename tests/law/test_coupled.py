@@ -198,3 +198,35 @@ def test_noise_keyed_by_draft_column_would_be_caught() -> None:
     plain, other = decode(s, tapes), decode(permuted(s, (1, 2, 0)), tapes, ByColumn)
     full = LENGTHS.index((G, G))
     assert other.accepted[0, full].mean() < 0.8 * plain.accepted[0, full].mean()
+
+
+@jax.jit
+def one_cycle(target: ScriptedTarget, drafter: ScriptedDrafter, coupled: Array, temperature: Array) -> list[Array]:
+    """The product's own noise; every row the same prompt, its own seed."""
+    rows = coupled.shape[0]
+    prompts = jnp.broadcast_to(jnp.asarray(PROMPT)[None, :], (rows, len(PROMPT)))
+    state = open_slots(target, drafter, prompts, max_new_tokens=9).replace(coupled=coupled)
+    state = state.replace(sampling=state.sampling.replace(temperature=temperature))
+    proposal = cycle.draft(drafter, state, num_drafts=G)
+    _, result = cycle.step(target, drafter, state, proposal, jnp.full(rows, G))
+    return [proposal.tokens, result.tokens, result.accepted]
+
+
+def test_rules_and_temperatures_mix_in_a_batch_row_by_row() -> None:
+    """A request's rule is a row of data: among rows of the other rule, and greedy ones, it does what it does alone."""
+    s, rows = SETTINGS["plain"](), 240
+    coupled, cold = np.arange(rows) % 2 == 0, np.arange(rows) % 3 == 0
+
+    def decoded(coupled: np.ndarray, cold: np.ndarray) -> np.ndarray:
+        temperature = jnp.asarray(np.where(cold, 0.0, 0.9), jnp.float32)
+        out = one_cycle(s.target, s.drafter, jnp.asarray(coupled), temperature)
+        return np.concatenate([np.asarray(x).reshape(rows, -1) for x in out], axis=1)
+
+    yes, no = np.full(rows, True), np.full(rows, False)
+    mixed, alone = decoded(coupled, cold), {c: decoded(yes if c else no, no) for c in (True, False)}
+    greedy = decoded(no, yes)
+    np.testing.assert_array_equal(greedy, decoded(yes, yes))  # at temperature 0 both rules are one
+    for row in range(rows):
+        expected = greedy if cold[row] else alone[bool(coupled[row])]
+        np.testing.assert_array_equal(mixed[row], expected[row])
+    assert (alone[True] != alone[False]).any(axis=1).mean() > 0.5

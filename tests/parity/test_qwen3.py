@@ -6,12 +6,13 @@ have one more round in the reference, which cuts its output afterwards: its last
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dspark_jax.evaluate.parity import UnsupportedCase, compute, load_case
+from dspark_jax.evaluate.parity import compute, load_case
 from tests.oracle import oracle_dir
 
 CASES = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash")
@@ -64,7 +65,14 @@ def test_floats_are_within_the_stated_tolerances(arrays: tuple[dict, dict]) -> N
             np.testing.assert_allclose(got[name], want, atol=limit, rtol=limit, err_msg=name)
 
 
-def test_a_kind_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    (tmp_path / "case.json").write_text('{"kind": "made_up"}')
-    with pytest.raises(UnsupportedCase, match="made_up"):
-        load_case(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_mystery", "mystery_dspark"])
+def test_a_kind_that_is_not_supported_ends_the_script_with_status_2(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a message that names it; nothing is written."""
+    (tmp_path / "case.json").write_text(f'{{"kind": "{kind}"}}')
+    monkeypatch.setattr("sys.argv", ["parity.py", str(tmp_path), "--out", str(tmp_path / "got.npz")])
+    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "parity.py"))
+    assert script["main"]() == 2
+    assert kind in capsys.readouterr().err
+    assert not (tmp_path / "got.npz").exists()
