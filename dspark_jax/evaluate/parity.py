@@ -27,7 +27,7 @@ from dspark_jax.heads.markov import markov_bias, teacher_forced
 from dspark_jax.load import load_drafter, load_target
 from dspark_jax.types import EMPTY
 
-FAMILIES, DRAFTERS = ("qwen3", "llama"), ("dspark", "dflash")
+FAMILIES, DRAFTERS = ("qwen3", "llama", "gemma4"), ("dspark", "dflash")
 """What a case's kind may begin and end with."""
 
 STORED_ROUNDS = 3

@@ -1,4 +1,4 @@
-"""Every array of the reference's four Qwen3 cases, within the tolerances its README states.
+"""Every array of the reference's cases of block drafters, within the tolerances its README states.
 
 The arrays are what ``scripts/parity.py`` writes. Token ids and lengths are exact. A run that ended at the limit may
 have one more round in the reference, which cuts its output afterwards: its last entry is left out (README section 2).
@@ -15,7 +15,7 @@ import pytest
 from dspark_jax.evaluate.parity import compute, load_case
 from tests.oracle import oracle_dir
 
-CASES = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash")
+CASES = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash", "gemma4_dspark")
 LENGTHS = ("acceptance_lengths", "accepted_draft_lengths", "proposal_lengths", "round_starts")
 TIGHT = ("accept_rate", "prob_of_label")
 
