@@ -117,7 +117,7 @@ def test_every_width_equals_decoding_at_that_width(window: int) -> None:
     assert confidence is not None
 
     layout = dense_layout(jnp.zeros(1, jnp.int32), jnp.full(1, length), length)
-    state = drafter.absorb(drafter.init(1, length + 8), features.reshape(length, -1), layout)
+    state = drafter.absorb(drafter.init(1, length + 8), features.reshape(length, -1), layout, tokens[0], layout.count)
     begin = 0
     for width, anchor in zip(widths, [5, 20, 0, 33, 11, 40, 2], strict=True):
         ahead = tokens[:, anchor + 1 : anchor + 1 + width]
