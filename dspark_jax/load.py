@@ -185,8 +185,9 @@ def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Ta
 
 def _load_directory(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
     raw = read_json(path / "config.json")
-    if "target_layer_ids" in raw:
-        raise ValueError(f"{path}: this is a drafter (its config has target_layer_ids): use load_drafter")
+    for key in ("target_layer_ids", "speculators_model_type"):
+        if key in raw:
+            raise ValueError(f"{path}: this is a drafter (its config has {key}): use load_drafter")
     generation = path / "generation_config.json"
     config = decoder_config_from_hf(
         raw,

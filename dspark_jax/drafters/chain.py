@@ -127,16 +127,16 @@ class ChainDrafter(LoadedDrafter):
 
         def step(carry, inputs):  # type: ignore[no-untyped-def]
             token, hidden, own_k, own_v, rule = carry
-            k, seen_k_step, own_step = inputs
+            k, seen_step, own_step = inputs
             tables = rope_tables(layer.rope, layer.head_dim, length - 1 + k, accumulate_dtype(hidden.dtype))
 
             def attend(q, key, value):  # type: ignore[no-untyped-def]
-                cells = [
+                new_k, new_v = (
                     jax.lax.dynamic_update_slice_in_dim(cells, new[:, :, None].astype(cells.dtype), k, axis=2)
                     for cells, new in ((own_k, key), (own_v, value))
-                ]
-                blocks = [KeyBlock(seen_k, seen_v, seen_k_step[:, None]), KeyBlock(*cells, own_step[:, None])]
-                return attention(q[:, None], blocks, attention_scale(decoder, layer))[:, 0], cells
+                )
+                blocks = [KeyBlock(seen_k, seen_v, seen_step[:, None]), KeyBlock(new_k, new_v, own_step[:, None])]
+                return attention(q[:, None], blocks, attention_scale(decoder, layer))[:, 0], (new_k, new_v)
 
             residual, read = self.join(hidden, self._embed(token))
             out, (own_k, own_v) = layer_forward(

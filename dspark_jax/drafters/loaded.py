@@ -63,9 +63,7 @@ class LoadedDrafter:
         return cls(params, SharedParams(embed, head, d2t), calibration, config, name, limit)
 
     @classmethod
-    def random(
-        cls, config: DrafterConfig, key: Array, *, embed: Array, head: Array, d2t: Array | None = None
-    ) -> Self:
+    def random(cls, config: DrafterConfig, key: Array, *, embed: Array, head: Array, d2t: Array | None = None) -> Self:
         """A drafter with random weights, for tests and speed measurements."""
         params = init(cls.specs(config), key, embed.dtype)
         return cls.build(params, config, embed=embed, head=head, d2t=d2t)

@@ -17,6 +17,7 @@ from dspark_jax.targets import Target
 from dspark_jax.testing import open_slots
 from dspark_jax.types import Array
 
+
 def tiny_config(
     target: Target, method: str, *, window: int = 0, trimmed: int = 0, taps: tuple[int, ...] = (), **changes: Any
 ) -> DrafterConfig:
@@ -126,7 +127,7 @@ def texts_by_block_length(target: Target, drafter: Any, new_tokens: int = 20) ->
     prompts = np.tile(np.array([[3, 1, 4, 1, 5, 9]], np.int32), (rows, 1))
 
     def start() -> cycle.DecodeState:
-        state = open_slots(
+        state: Any = open_slots(
             target, drafter, jnp.asarray(prompts), max_new_tokens=new_tokens, seeds=jnp.full(rows, 7),
             lengths=jnp.where(sampled, 1, 6), num_drafts=MOST,
             sampling=[Sampling(temperature=0.7 if s else 0.0) for s in sampled],

@@ -45,8 +45,8 @@ def absorbed(drafter: Any, seed: int = 0) -> tuple[Any, list[np.ndarray], list[n
             count = min(PIECE, length - start)
             layout = dense_layout(jnp.array([start]), jnp.array([count]), PIECE, row + 1)
             state = absorb(state, layout, [(row, slice(start, start + count))], [count])
-    start, count = jnp.array([0, *LENGTHS]), jnp.array([0, *VERIFIED])  # slot 0 takes no part
-    layout = ragged_layout(start, count, PIECE, sum(VERIFIED) + 1)
+    starts, counts = jnp.array([0, *LENGTHS]), jnp.array([0, *VERIFIED])  # slot 0 takes no part
+    layout = ragged_layout(starts, counts, PIECE, sum(VERIFIED) + 1)
     state = absorb(state, layout, [(r, slice(n, None)) for r, n in enumerate(LENGTHS)], [0, *KEPT])
     ends = [a + b for a, b in zip(LENGTHS, KEPT, strict=True)]
     return (
@@ -58,7 +58,8 @@ def absorbed(drafter: Any, seed: int = 0) -> tuple[Any, list[np.ndarray], list[n
 
 def check_against_definition(tiny: Tiny, drafts: int = 3) -> None:
     """Drafts, their logits and the states behind them equal the NumPy model's to 1e-9 (float64 only)."""
-    drafter, reference = tiny.drafter, ChainReference(tiny.drafter.config, tiny.params, tiny.drafter.shared)
+    drafter: Any = tiny.drafter
+    reference = ChainReference(drafter.config, tiny.params, drafter.shared)
     with jax.disable_jit():  # op by op: nothing is compiled for one small case
         state, features, tokens = absorbed(drafter)
         anchor = jnp.asarray([0, *(t[-1] for t in tokens)], jnp.int32)

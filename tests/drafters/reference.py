@@ -31,9 +31,7 @@ def float64(tree: Any) -> Any:
     return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
 
 
-def project(
-    decoder: DecoderConfig, layer: LayerConfig, attn: Any, read: np.ndarray, position: int
-) -> list[np.ndarray]:
+def project(decoder: DecoderConfig, layer: LayerConfig, attn: Any, read: np.ndarray, position: int) -> list[np.ndarray]:
     """Query ``[H, D]``, key and value ``[Hk, D]`` of one token."""
     found = []
     for name in "qkv":
@@ -95,7 +93,10 @@ class ChainReference:
         """(logits ``[k, Vd]``, states before the last norm ``[k, d]``, target ids)."""
         decoder, layer, params = self.config.decoder, self.config.decoder.layers[0], self.p["layers"][0]
         hidden, tokens = self.condense(np.asarray(features, np.float64)), [int(t) for t in tokens]
-        keys, values, logits, states = [], [], [], []
+        keys: list[np.ndarray] = []
+        values: list[np.ndarray] = []
+        logits: list[np.ndarray] = []
+        states: list[np.ndarray] = []
         for c in range(1, len(hidden) + k):
             if c <= len(hidden):
                 before = hidden[c - 1]
@@ -126,7 +127,8 @@ def block_states(
     context = _rms(float64(features) @ params["fc"].T, params["hidden_norm"], eps)
     x = embed[[anchor] + [config.mask_token_id] * (width - 1)]
     for layer, p in zip(decoder.layers, params["layers"], strict=True):
-        queries, pairs = [], [project(decoder, layer, p["attn"], c, i)[1:] for i, c in enumerate(context)]
+        queries: list[np.ndarray] = []
+        pairs = [project(decoder, layer, p["attn"], c, i)[1:] for i, c in enumerate(context)]
         for i, row in enumerate(x):
             q, k, v = project(decoder, layer, p["attn"], _rms(row, p["input_layernorm"], eps), n + i)
             queries, pairs = [*queries, q], [*pairs, [k, v]]
