@@ -178,7 +178,8 @@ def step(
         result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids)
     draft_state = state.draft
     if drafter is not None:
-        draft_state = drafter.absorb(state.draft, features, layout)
+        kept = jnp.where(view.active, verdict.accepted + 1, 0)
+        draft_state = drafter.absorb(state.draft, features, layout, flat, kept)
     new = _advance(view, verdict, result, static)
     state = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.replace(target=None, draft=None), new)
     return state.replace(target=cache, draft=draft_state), result
@@ -262,12 +263,13 @@ def prefill(
     small = state.replace(target=None, draft=None)
     view = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, rows, 0), small)
     layout = dense_layout(view.length, count, width, at)
+    flat = tokens.reshape(-1)
     taps = drafter.taps if drafter is not None else ()
     with jax.named_scope("prefill_forward"):
-        hidden, features, cache = target.forward(tokens.reshape(-1), layout, state.target, taps=taps, context=context)
+        hidden, features, cache = target.forward(flat, layout, state.target, taps=taps, context=context)
     draft_state = state.draft
     if drafter is not None:
-        draft_state = drafter.absorb(state.draft, features, layout)
+        draft_state = drafter.absorb(state.draft, features, layout, flat, count)
     final = layout.pad(hidden)[jnp.arange(rows), jnp.maximum(count - 1, 0)]
     logits = target.unembed(final)
     if static.rule is not None:

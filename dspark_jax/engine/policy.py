@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax.drafters.base import drafts_of_block
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
@@ -160,7 +161,7 @@ def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list
         return "none", Plain(0), notes
     if mode == "none":
         return "none", Plain(0), notes
-    drafts = _drafts(config, drafter)
+    drafts = drafts_of_block(drafter, config.num_speculative_tokens)
     if mode == "current":
         mode = "lagged"
         notes.append("mode current is not in this version: lagged")
@@ -190,14 +191,3 @@ def _lacking(config: EngineConfig, drafter: Any) -> str | None:
     if config.step_time is None:
         return "there is no step-time table (step_time)"
     return None
-
-
-def _drafts(config: EngineConfig, drafter: Any) -> int:
-    wanted = config.num_speculative_tokens
-    if wanted is None:
-        return int(drafter.block_size)
-    if wanted > drafter.block_size:
-        raise ValueError(
-            f"num_speculative_tokens must lie in 1..{drafter.block_size} (the drafter's block), found {wanted}"
-        )
-    return int(wanted)
