@@ -7,6 +7,7 @@ family-specific forward code. ``config_io`` reads and writes the Hugging Face sp
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 from dspark_jax.types import EMPTY
 
@@ -215,8 +216,11 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            _require(name, value, isinstance(value, numbers.Real) and not isinstance(value, bool), "a number")
         _require("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "a finite number >= 0")
-        _require("top_k", self.top_k, self.top_k >= 0 and int(self.top_k) == self.top_k, "an integer >= 0")
+        _require("top_k", self.top_k, self.top_k >= 0 and self.top_k % 1 == 0, "an integer >= 0")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
 

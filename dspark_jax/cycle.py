@@ -175,7 +175,7 @@ def step(
     with jax.named_scope("accept"):
         log_p = _target_log_probs(view, logits, drafted, layout, static)
         verdict = _verdict(drafter, view, log_p, layout, proposal, admitted, static)
-        result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids)
+        result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids, log_p, layout)
     draft_state = state.draft
     if drafter is not None:
         kept = jnp.where(view.active, verdict.accepted + 1, 0)
@@ -280,7 +280,8 @@ def prefill(
     token = static.noise.categorical(log_p, key, None, view.sampling.greedy)
     verdict = Verdict(jnp.zeros(rows, jnp.int32), token)
     nothing = jnp.zeros((rows, 0), jnp.int32)
-    result = commit(verdict, nothing, jnp.zeros(rows, jnp.int32), last, view.remaining, view.stop_ids)
+    alone = dense_layout(length, last, 1)
+    result = commit(verdict, nothing, jnp.zeros(rows, jnp.int32), last, view.remaining, view.stop_ids, log_p, alone)
     advanced = _advance(view.replace(active=last), verdict, result, static)
     view = advanced.replace(
         length=length, active=jnp.where(last, advanced.active, view.active), anchor=jnp.where(last, token, view.anchor)

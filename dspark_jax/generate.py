@@ -31,7 +31,8 @@ class GenerateOutput(flax.struct.PyTreeNode):
     """What ``generate`` returns. Invariant: ``1 + committed.sum(1) == lengths``."""
 
     tokens: Array  # [B, N] int32; a stop token is kept as the last one, EMPTY after it
-    lengths: Array  # [B] int32: tokens kept, the first one (from prefill) and a stop token included
+    lengths: Array  # [B] int32: tokens kept, the first one (from prefill) and a stop token included; a row whose
+    # logits are not finite ends before the token they are for, 0 tokens where that is its first
     committed: Array  # [B, C] int32: tokens kept of each cycle, 0 past the last
     offered: Array  # [B, C] int32: drafts verified in each cycle
     accepted: Array  # [B, C] int32: drafts accepted in each cycle, of those offered

@@ -19,7 +19,11 @@ from dspark_jax.types import Array
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of every layer: a tuple of ``[S, Hk, L, D]`` or one ``[N, S, Hk, L, D]`` each."""
+    """Keys and values of every layer: a tuple of ``[S, Hk, L, D]`` or one ``[N, S, Hk, L, D]`` each.
+
+    Invariant: values are finite, in garbage cells too (``storable``). A masked key is never looked at, but a masked
+    value is multiplied by a weight of 0, and 0 * NaN would reach whoever reads the slot next.
+    """
 
     k: tuple[Array, ...] | Array
     v: tuple[Array, ...] | Array
@@ -51,12 +55,22 @@ def init_cache(layers: tuple[LayerConfig, ...], slots: int, length: int, dtype: 
     return KVCache(tuple(cells(x) for x in layers), tuple(cells(x) for x in layers))
 
 
+def storable(k: Array, v: Array) -> tuple[Array, Array]:
+    """Keys and values ``[..., Hk, D]`` as a cache may hold them: values finite, and NaN in the key where one was not.
+
+    The request itself still meets its NaN, through the scores; nobody else does. Of new tokens only, so it costs
+    nothing beside the cells that are read.
+    """
+    sound = jnp.isfinite(v)
+    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
+
+
 def write_rows(cells: Array, new: Array, layout: Layout, layer: Array | None = None) -> Array:
     """Writes the keys (or values) of a forward into one layer's cells, in place where donated.
 
     Args:
         cells: ``[S, Hk, L, D]``, or ``[N, S, Hk, L, D]`` with ``layer`` the (traced) layer index.
-        new: ``[R, Hk, W, D]``; places at offsets >= count are garbage and land past the row's length.
+        new: ``[R, Hk, W, D]`` of ``storable``; places at offsets >= count are garbage and land past the row's length.
         layout: row r is slot ``first_slot + r``, its first cell ``start[r]``.
     """
     if jax.default_backend() == "cpu":

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from dspark_jax import sharding
 from dspark_jax.calibrate.sts import load_tables
 from dspark_jax.checkpoint import RenamedSource, SafetensorsSource, TensorSource, require_dtype, restore
-from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, TargetView, read_drafter
+from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, EMBED, TargetView, read_drafter
 from dspark_jax.checkpoint.gguf import GGUFSource, decoder_config_from_gguf
 from dspark_jax.checkpoint.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
 from dspark_jax.config import DecoderConfig
@@ -89,6 +89,14 @@ def load_drafter(
     put = sharding.putter(mesh)
     pieces = read_drafter(place, drafter_specs, target=target_view(target), dtype=np.dtype(dtype), put=put)
     config, d2t, file = pieces.config, pieces.d2t, place / CALIBRATION_FILE
+    if EMBED in pieces.own:  # a frozen copy: of another target, unless somebody trained it
+        logger.warning(
+            "%s: its own %s differs from the embedding of %s; a drafter of another target drafts badly (its text is "
+            "exact all the same)",
+            place,
+            EMBED,
+            target.name or "the target",
+        )
     # A chain has no confidences that a table could correct.
     tables = load_tables(file, positions=config.block_size) if file.is_file() and not config.chain else None
     return KINDS[config.method].build(
@@ -136,7 +144,7 @@ def resolve_dtype(dtype: Any) -> jnp.dtype:
     if isinstance(dtype, str) and dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # numpy reads None as float64
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES:

@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.config import Sampling
 from dspark_jax.types import GREEDY_TEMPERATURE, Array, accumulate_dtype, cond
@@ -38,19 +39,24 @@ class SamplingRows(flax.struct.PyTreeNode):
 def sampling_rows(sampling: Sampling | Sequence[Sampling], rows: int) -> SamplingRows:
     """Settings of ``rows`` rows from one Sampling for all or one for each."""
 
-    def row(name: str, dtype: Any) -> Array:
-        if isinstance(sampling, Sampling):
-            return jnp.full(rows, getattr(sampling, name), dtype)
-        return jnp.asarray([getattr(s, name) for s in sampling], dtype)
-
-    if not isinstance(sampling, Sampling) and len(sampling) != rows:
+    if isinstance(sampling, Sampling):
+        return jax.tree.map(lambda a: jnp.full(rows, a), sampling_row(sampling))
+    if len(sampling) != rows:
         raise ValueError(f"{len(sampling)} Sampling settings for {rows} rows")
-    return SamplingRows(
-        temperature=row("temperature", jnp.float32),
-        top_k=row("top_k", jnp.int32),
-        top_p=row("top_p", jnp.float32),
-        min_p=row("min_p", jnp.float32),
-    )
+    return jax.tree.map(lambda *a: jnp.asarray(np.stack(a)), *map(sampling_row, sampling))
+
+
+def sampling_row(sampling: Sampling) -> SamplingRows:
+    """The numpy scalars of one row. What float32 or int32 cannot hold becomes a number of the same meaning: a top_p
+    that rounds to 0 would keep no token at all, a temperature whose reciprocal does would make NaN of masked logits."""
+    largest, smallest = 1e30, float(np.finfo(np.float32).tiny)
+    fields: dict[str, Any] = {
+        "temperature": np.float32(min(sampling.temperature, largest)),
+        "top_k": np.int32(min(sampling.top_k, 2**31 - 1)),
+        "top_p": np.float32(max(sampling.top_p, smallest)),
+        "min_p": np.float32(sampling.min_p),
+    }
+    return SamplingRows(**fields)
 
 
 def log_probs(logits: Array, rows: SamplingRows) -> Array:
@@ -74,10 +80,12 @@ def log_probs(logits: Array, rows: SamplingRows) -> Array:
 
 
 def one_hot_log(logits: Array) -> Array:
-    """0 at the first arg-max of each row ``[B, V]``, -inf elsewhere."""
+    """0 at the first arg-max of each row ``[B, V]``, -inf elsewhere. A row that holds NaN, or no finite maximum, has
+    NaN in place of the 0: like a softmax it must not pass for a distribution."""
     best = jnp.argmax(logits, axis=-1, keepdims=True)
     columns = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
-    return jnp.where(columns == best, 0.0, -jnp.inf).astype(logits.dtype)
+    zero = jnp.take_along_axis(logits, best, axis=-1) * 0.0
+    return jnp.where(columns == best, zero, -jnp.inf).astype(logits.dtype)
 
 
 def _when(predicate: Array, f: Callable[[Array], Array], x: Array) -> Array:

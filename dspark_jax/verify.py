@@ -147,19 +147,29 @@ class Commit(flax.struct.PyTreeNode):
     count: Array  # [R] int32: accepted + 1 unless a stop or the limit cut it; 0 for idle rows
     accepted: Array  # [R] int32
     offered: Array  # [R] int32
-    finished: Array  # [R] bool: a stop token or the limit ended the row in this cycle
+    finished: Array  # [R] bool: a stop token, the limit or a failure ended the row in this cycle
     stopped: Array  # [R] bool: it was a stop token
+    failed: Array  # [R] bool: what comes after its tokens is no distribution (NaN)
 
 
 def commit(
-    verdict: Verdict, tokens: Array, admitted: Array, active: Array, remaining: Array, stop_ids: Array
+    verdict: Verdict,
+    tokens: Array,
+    admitted: Array,
+    active: Array,
+    remaining: Array,
+    stop_ids: Array,
+    log_p: Array,
+    layout: Layout,
 ) -> Commit:
-    """Cuts a verdict at the first stop token and at the limit.
+    """Cuts a verdict at the first stop token, at the limit, and before the first token that nothing stands behind.
 
     Args:
         tokens: ``[R, G]`` drafts. remaining: ``[R]`` tokens the row may still emit. stop_ids: ``[R, N]``, EMPTY
             where unused. A stop token is kept as the row's last; one among the accepted drafts has nothing after
             it, and drafts behind it do not count as offered.
+        log_p: ``[T, V]`` what the tokens were drawn from, flat rows of ``layout``. A token whose entry is NaN comes
+            of hidden states or weights that are not finite: the row ends before it.
     """
     width = tokens.shape[1] + 1
     place = jnp.arange(width)[None, :]
@@ -168,19 +178,25 @@ def commit(
     count = verdict.accepted + 1
     is_stop = jnp.any(emitted[:, :, None] == stop_ids[:, None, :], axis=-1) & (place < count[:, None])
     first_stop = jnp.min(jnp.where(is_stop, place, width), axis=1)
-    in_drafts = first_stop < verdict.accepted
+    bad = jnp.isnan(log_p[layout.index[:, :width], emitted]) & (place < count[:, None])
+    first_bad = jnp.min(jnp.where(bad, place, width), axis=1)
+    limit = jnp.minimum(remaining, first_bad)
+    in_drafts = (first_stop < verdict.accepted) & (first_stop < limit)
     accepted = jnp.where(in_drafts, first_stop + 1, verdict.accepted)
     offered = jnp.where(in_drafts, first_stop + 1, admitted)
-    count = jnp.minimum(jnp.minimum(count, first_stop + 1), remaining)
+    count = jnp.minimum(jnp.minimum(count, first_stop + 1), limit)
     stopped = active & (first_stop < count)
-    finished = stopped | (active & (count >= remaining))
+    failed = active & ~stopped & jnp.any(bad, axis=1) & (count == first_bad) & (count < remaining)
+    finished = stopped | failed | (active & (count >= remaining))
     count = jnp.where(active, count, 0)
     zero = jnp.zeros_like(count)
+    emits = count > 0
     return Commit(
         tokens=jnp.where(place < count[:, None], emitted, EMPTY).astype(jnp.int32),
         count=count.astype(jnp.int32),
-        accepted=jnp.where(active, accepted, zero).astype(jnp.int32),
-        offered=jnp.where(active, offered, zero).astype(jnp.int32),
+        accepted=jnp.where(emits, accepted, zero).astype(jnp.int32),
+        offered=jnp.where(emits, offered, zero).astype(jnp.int32),
         finished=finished,
         stopped=stopped,
+        failed=failed,
     )

@@ -80,12 +80,23 @@ def prompts(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[list[int
         if messages is None:
             yield tokenizer(text)["input_ids"], True
         else:
-            yield tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), True
+            try:
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            except Exception as error:  # a template is a program: it may raise anything about its input
+                raise ValueError(f"the chat template refuses {json.dumps(messages)[:80]}: {error}") from error
+            yield ids, True
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, each with one of the three keys."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    kinds = {"prompt": "a string", "turns": "a list of strings", "messages": "a list of {role, content} strings"}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path}: {error}") from None
+    if not any(map(str.strip, lines)):
+        raise ValueError(f"--prompts {path}: no prompts in it")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -94,7 +105,25 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}:{number}: not valid JSON ({error})") from None
         if not isinstance(record, dict) or not any(record.get(key) for key in ("prompt", "turns", "messages")):
             raise ValueError(f"{path}:{number}: an object with prompt, turns or messages expected")
+        for key, wanted in kinds.items():
+            if not _fits(key, record.get(key)):
+                raise ValueError(f"{path}:{number}: {key} must be {wanted}, found {json.dumps(record[key])[:80]}")
         yield record
+
+
+def _fits(key: str, value: Any) -> bool:
+    """``value`` is what a record may have under ``key``, absent included."""
+    if value is None:
+        return True
+    if key == "prompt":
+        return isinstance(value, str)
+    if not isinstance(value, list):
+        return False
+    if key == "turns":
+        return all(isinstance(turn, str) for turn in value)
+    return all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
 
 
 class Generator:
@@ -102,6 +131,9 @@ class Generator:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        for name in ("num_speculative_tokens", "confidence_threshold"):
+            if getattr(args, name) and args.drafter is None:
+                raise ValueError(f"--{name.replace('_', '-')} is about drafts: it needs --drafter")
         self.target = load_target(args.model, dtype=args.dtype)
         self.drafter = None
         if args.drafter is not None and args.method != "none":
@@ -142,6 +174,11 @@ class Generator:
         out = jax.block_until_ready(self._compiled[key](*inputs, seeds=seeds))
         seconds = time.perf_counter() - begin
         tokens = out.tokens[0, : int(out.lengths[0])].tolist()
+        if len(tokens) < request.limit and not (tokens and tokens[-1] in request.stop_ids):
+            raise ValueError(
+                f"{self.args.model}: NaN or infinite logits after {len(tokens)} tokens: damaged weights, or numbers "
+                f"too large for {self.target.dtype} on this prompt (try --dtype float32)"
+            )
         cycles = int((np.asarray(out.committed[0]) > 0).sum())
         tokenizer = self.target.tokenizer
         return {

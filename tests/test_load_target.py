@@ -175,7 +175,7 @@ def test_the_package_of_the_embedded_target_is_not_imported() -> None:
 def test_dtypes(tmp_path: Path) -> None:
     assert resolve_dtype("auto") == (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     assert load_target(write(tmp_path), dtype=jnp.bfloat16).dtype == jnp.bfloat16
-    for wrong in ("int8", "half", np.int32, "fp32"):
+    for wrong in ("int8", "half", np.int32, "fp32", None):
         with pytest.raises(ValueError, match="dtype must be one of auto, float32, bfloat16, float64"):
             resolve_dtype(wrong)
     with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):

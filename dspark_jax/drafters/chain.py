@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from dspark_jax.drafters.base import Proposal, Sampler
 from dspark_jax.drafters.dflash import base_logits
 from dspark_jax.drafters.loaded import LoadedDrafter
-from dspark_jax.kv_cache import KVCache, init_cache, read_rows, write_rows
+from dspark_jax.kv_cache import KVCache, init_cache, read_rows, storable, write_rows
 from dspark_jax.layout import Layout, dense_layout
 from dspark_jax.nn.attention import KeyBlock, attention, causal_visible, context_visible
 from dspark_jax.nn.block import attention_scale, keys_values, layer_forward
@@ -81,7 +81,7 @@ class ChainDrafter(LoadedDrafter):
             before = jnp.where((layout.offset == 0)[:, None], waiting[layout.row], jnp.roll(hidden, 1, axis=0))
             _, inputs = self.join(before, self._embed(tokens))
             tables = rope_tables(layer.rope, layer.head_dim, layout.position - 1, accumulate_dtype(inputs.dtype))
-            k, v = keys_values(decoder, layer, self.params["layers"][0]["attn"], inputs, tables)
+            k, v = storable(*keys_values(decoder, layer, self.params["layers"][0]["attn"], inputs, tables))
             keys = write_rows(state.cache.k[0], layout.pad(k).swapaxes(1, 2), layout)
             values = write_rows(state.cache.v[0], layout.pad(v).swapaxes(1, 2), layout)
             last = layout.index[jnp.arange(rows), jnp.maximum(kept - 1, 0)]

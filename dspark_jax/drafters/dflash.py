@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.base import DraftState, SharedParams
-from dspark_jax.kv_cache import KVCache, read_rows, write_rows
+from dspark_jax.kv_cache import KVCache, read_rows, storable, write_rows
 from dspark_jax.layout import Layout, dense_layout
 from dspark_jax.nn.attention import KeyBlock, attention, block_visible, context_visible
 from dspark_jax.nn.block import attention_scale, keys_values, layer_forward, layer_specs
@@ -53,7 +53,7 @@ def absorb(config: DrafterConfig, params: PyTree, state: DraftState, features: A
     position = layout.position
     for i, layer in enumerate(decoder.layers):
         tables = rope_tables(layer.rope, layer.head_dim, position, accumulate_dtype(context.dtype))
-        k, v = keys_values(decoder, layer, params["layers"][i]["attn"], context, tables)
+        k, v = storable(*keys_values(decoder, layer, params["layers"][i]["attn"], context, tables))
         keys[i] = write_rows(keys[i], layout.pad(k).swapaxes(1, 2), layout)
         values[i] = write_rows(values[i], layout.pad(v).swapaxes(1, 2), layout)
     return DraftState(KVCache(tuple(keys), tuple(values)))

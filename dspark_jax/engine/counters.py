@@ -12,6 +12,7 @@ NAMES = (
     "requests",
     "finished",
     "cancelled",
+    "failed",  # by logits that are not finite
     "tokens",  # emitted
     "prompt_tokens",
     "prefill_pieces",

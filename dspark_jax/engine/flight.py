@@ -32,6 +32,6 @@ class Flight:
     """A cycle, or the end of a prefill, that was dispatched and not yet read."""
 
     rows: tuple[Tenant | None, ...]  # owners at dispatch: slots may have changed hands since
-    packed: Array  # [R, W + 5], see ``steps.pack``
+    packed: Array  # [R, W + 6], see ``steps.pack``
     cycle: int | None = None  # None: the end of a prefill
     survival: Array | None = None  # [R, G] of a cycle that drafted

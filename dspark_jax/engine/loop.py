@@ -328,28 +328,28 @@ class Engine:
     def _commit(self, tenant: Tenant, flight: Flight, out: steps.Emitted, row: int) -> None:
         """Adds a cycle's outcome (or a prefill's first token) to a request."""
         count = int(out.count[row])
-        if count == 0:
+        if count == 0 and not out.failed[row]:
             raise RuntimeError(f"request {tenant.id} is at work, but its cycle emitted nothing")
         event = self._events.setdefault(tenant.id, Event(tenant.id))
         new = out.tokens[row, :count].tolist()
         tenant.tokens += new
         event.tokens += new
         self._counters.add("tokens", count)
-        if flight.cycle is not None:
+        if flight.cycle is not None and count:
             offered = int(out.offered[row])
             for record in (tenant, event):
                 record.committed.append(count)
                 record.offered.append(offered)
             self._counters.commit(out, row)
         if out.finished[row]:
-            self._end(tenant, "stop" if out.stopped[row] else "length")
+            self._end(tenant, "error" if out.failed[row] else "stop" if out.stopped[row] else "length")
             self._release(tenant)
 
     def _end(self, tenant: Tenant, reason: str) -> None:
         tenant.finish_reason = reason
         event = self._events.setdefault(tenant.id, Event(tenant.id))
         event.finished, event.finish_reason, event.result = True, reason, tenant.result()
-        self._counters.add("cancelled" if reason == "cancelled" else "finished")
+        self._counters.add({"cancelled": "cancelled", "error": "failed"}.get(reason, "finished"))
 
     def _release(self, tenant: Tenant) -> None:
         """Frees the slot, on the device too: an idle row costs its neighbours nothing."""

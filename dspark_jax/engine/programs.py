@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.engine import steps
 from dspark_jax.engine.buckets import Buckets, Key, Piece
 from dspark_jax.engine.placement import Placement
 from dspark_jax.engine.slots import Tenant
-from dspark_jax.sampling import SamplingRows
+from dspark_jax.sampling import sampling_row
 from dspark_jax.types import EMPTY, Array
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,13 @@ class Programs:
         return self._place.put(state)
 
     def idle(self) -> DecodeState:
-        """The small arrays of an idle slot. Its temperature is 0: a greedy row lets the others skip what only
-        sampling needs, and nothing is ever divided by it."""
+        """The small arrays of an idle slot.
+
+        Its temperature is 0, so that a batch of greedy requests skips the noise although slots are idle: the tests
+        for that ask *all* rows. Nothing divides by it (``log_probs`` takes 1 for greedy rows), every row reads its
+        own settings only, and padding tokens those of a row whose results are dropped. So no value here could reach a
+        real row; tests/law/test_layouts.py tries wild ones at temperature > 0.
+        """
         return self._small(0, False, 0, 0.0, 0, 1.0, 0.0, ())
 
     def values(self, tenant: Tenant) -> DecodeState:
@@ -97,7 +103,6 @@ class Programs:
     ) -> DecodeState:
         stop_ids = np.full(self._stop_ids, EMPTY, np.int32)
         stop_ids[: len(stops)] = stops
-        sampling: Any = SamplingRows  # numpy scalars in place of arrays
         values: dict[str, Any] = {
             "length": np.int32(0),
             "anchor": np.int32(0),
@@ -107,9 +112,7 @@ class Programs:
             "coupled": np.bool_(coupled),
             "remaining": np.int32(remaining),
             "stop_ids": stop_ids,
-            "sampling": sampling(
-                np.float32(temperature), np.int32(min(top_k, 2**31 - 1)), np.float32(top_p), np.float32(min_p)
-            ),
+            "sampling": sampling_row(Sampling(temperature, top_k, top_p, min_p)),
         }
         return DecodeState(**values, rule=None, target=None, draft=None)
 
@@ -124,7 +127,7 @@ class Programs:
     def prefill(
         self, state: DecodeState, slot: int | None, piece: Piece, prompt: Sequence[int], last: bool
     ) -> tuple[DecodeState, Array]:
-        """A piece of ``prompt``; the packed commit ``[1, 6]`` holds the first token where it is the ``last``."""
+        """A piece of ``prompt``; the packed commit ``[1, 7]`` holds the first token where it is the ``last``."""
         tokens = np.zeros((1, piece.size), np.int32)
         tokens[0, : piece.count] = prompt[piece.start : piece.start + piece.count]
         count, final = np.array([piece.count], np.int32), np.array([last])
@@ -138,11 +141,11 @@ class Programs:
     def verify(
         self, state: DecodeState, key: Key, proposal: Proposal, admitted: Array | np.ndarray
     ) -> tuple[DecodeState, Array]:
-        """The packed commit is ``[R, W + 5]``."""
+        """The packed commit is ``[R, W + 6]``."""
         return self._run(key, state, proposal, admitted)
 
     def plain(self, state: DecodeState, key: Key) -> tuple[DecodeState, Array]:
-        """One token for every active slot; the packed commit is ``[R, 6]``."""
+        """One token for every active slot; the packed commit is ``[R, 7]``."""
         return self._run(key, state)
 
     # Compilation

@@ -43,19 +43,21 @@ class Event:
     committed: list[int] = dataclasses.field(default_factory=list)  # tokens kept, one entry a cycle
     offered: list[int] = dataclasses.field(default_factory=list)  # drafts verified, one entry a cycle
     finished: bool = False
-    finish_reason: str | None = None  # stop | length | cancelled
+    finish_reason: str | None = None  # stop | length | cancelled | error
     result: Result | None = None  # of the whole request, once finished
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A request that has ended. ``1 + sum(committed) == len(tokens)`` unless it was cancelled before its first
-    token."""
+    """A request that has ended. ``1 + sum(committed) == len(tokens)`` unless it ended before its first token.
+
+    ``error``: the next token's logits are not finite (NaN in what the model computes); the tokens are those before.
+    """
 
     tokens: list[int]  # the new ones
     committed: list[int]
     offered: list[int]
-    finish_reason: str  # stop | length | cancelled
+    finish_reason: str  # stop | length | cancelled | error
 
 
 @dataclasses.dataclass(frozen=True)

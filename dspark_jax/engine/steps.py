@@ -41,19 +41,20 @@ class Emitted(NamedTuple):
     offered: np.ndarray  # [R]
     finished: np.ndarray  # [R] bool
     stopped: np.ndarray  # [R] bool
+    failed: np.ndarray  # [R] bool
 
 
 def pack(commit: Commit) -> Array:
-    """``[R, W + 5]`` int32."""
-    columns = (commit.count, commit.accepted, commit.offered, commit.finished, commit.stopped)
+    """``[R, W + 6]`` int32."""
+    columns = (commit.count, commit.accepted, commit.offered, commit.finished, commit.stopped, commit.failed)
     return jnp.concatenate([commit.tokens, jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)], axis=1)
 
 
 def unpack(packed: Array) -> Emitted:
     """Waits for the device."""
     host = np.asarray(packed)
-    count, accepted, offered, finished, stopped = host[:, -5:].T
-    return Emitted(host[:, :-5], count, accepted, offered, finished != 0, stopped != 0)
+    count, accepted, offered, finished, stopped, failed = host[:, -6:].T
+    return Emitted(host[:, :-6], count, accepted, offered, finished != 0, stopped != 0, failed != 0)
 
 
 def prefill(

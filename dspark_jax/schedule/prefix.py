@@ -168,11 +168,13 @@ def survival_device(conditional: jax.Array) -> jax.Array:
     lets a row increase by one unit in the last place, which the host functions refuse.
 
     Args:
-        conditional: [S, G] conditional acceptance probabilities.
+        conditional: [S, G] conditional acceptance probabilities. NaN counts as 0: nothing is admitted on the word
+            of a drafter whose numbers are not finite, and its row does not disturb the order of the others.
 
     Returns:
         [S, G] of the same dtype, rows non-increasing.
     """
+    conditional = jnp.where(jnp.isnan(conditional), 0, conditional)
     columns = [conditional[:, 0]] if conditional.shape[1] else []
     for k in range(1, conditional.shape[1]):
         columns.append(columns[-1] * conditional[:, k])

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(
-            f"error: cannot listen on {args.host} port {args.port}: {error.strerror or error}",
+            f"error: cannot listen on {args.host} port {args.port}: {error.strerror or error} "
+            "(--host and --port choose another place)",
             file=sys.stderr,
         )
         return 1

@@ -55,3 +55,14 @@ def engine_failed(error: BaseException) -> ApiError:
         code="engine_error",
         kind="server_error",
     )
+
+
+def not_finite(made: int) -> ApiError:
+    """HTTP 500: the model's logits became NaN or infinite after ``made`` tokens of the answer."""
+    return ApiError(
+        500,
+        f"the model computed NaN or infinite logits after {made} tokens of this answer: damaged weights, or numbers "
+        "too large for its dtype on this input; try another prompt, or serve it with --dtype float32",
+        code="not_finite",
+        kind="server_error",
+    )

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dspark_jax.serve.detokenize import Detokenizer, StopStrings, detokenizer_factory
-from dspark_jax.serve.errors import ApiError, bad_request, engine_failed, unavailable
+from dspark_jax.serve.errors import ApiError, bad_request, engine_failed, not_finite, unavailable
 from dspark_jax.serve.metrics import Metrics
 from dspark_jax.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from dspark_jax.serve.responses import FinishReason, Usage
@@ -329,6 +329,9 @@ class Answer:
             if isinstance(item, BaseException):
                 self._failed = True
                 raise engine_failed(item) from item
+            if item.finish_reason == "error":
+                self._failed = True
+                raise not_finite(choice.kept_tokens + len(item.tokens))
             if first and item.tokens and self._opened_at is not None:
                 self._metrics.first_token_s.add(time.monotonic() - self._opened_at)
                 first = False

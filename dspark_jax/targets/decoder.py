@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DecoderConfig, LayerConfig
-from dspark_jax.kv_cache import KVCache, read_rows, write_rows
+from dspark_jax.kv_cache import KVCache, read_rows, storable, write_rows
 from dspark_jax.layout import Layout
 from dspark_jax.nn.attention import KeyBlock, attention, causal_visible
 from dspark_jax.nn.block import attention_scale, layer_forward, layer_specs
@@ -107,7 +107,8 @@ def _attend(
     qkv: tuple[Array, Array, Array],
 ) -> tuple[Array, tuple[Array, Array]]:
     """Writes the tokens' keys and values, then attends to everything up to each token's own position."""
-    q, k, v = (layout.pad(a) for a in qkv)
+    q, k, v = qkv[0], *storable(*qkv[1:])
+    q, k, v = (layout.pad(a) for a in (q, k, v))
     k_cells = write_rows(cells[0], k.swapaxes(1, 2), layout, index)
     v_cells = write_rows(cells[1], v.swapaxes(1, 2), layout, index)
     block = KeyBlock(read_rows(k_cells, layout, context, index), read_rows(v_cells, layout, context, index), visible)

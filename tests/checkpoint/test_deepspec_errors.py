@@ -235,3 +235,15 @@ def test_a_calibration_beside_the_weights_is_loaded_and_must_fit_the_block(tmp_p
     Calibration(temperature=np.full(5, 1.5)).save(tmp_path / "calibration.json")
     with pytest.raises(ValueError, match="calibration.json.*7 entries expected, got 5"):
         load_drafter(tmp_path, model)
+
+
+def test_an_embedding_of_another_target_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A target of the same shapes (a base model for its chat model): it loads, drafts badly, and nobody would know."""
+    write(tmp_path, case())
+    own = np.asarray(target().params["embed_tokens"])
+    for copy, said in ((own, False), (own + 1, True)):
+        edit_tensors(tmp_path, embed_tokens__weight=copy)
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            load_drafter(tmp_path, target())
+        assert ("embed_tokens.weight differs from the embedding of tiny" in caplog.text) == said

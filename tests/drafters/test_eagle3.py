@@ -16,6 +16,7 @@ from dspark_jax.checkpoint import save
 from dspark_jax.checkpoint.deepspec import drafter_tensors
 from dspark_jax.config import Eagle3Norms
 from dspark_jax.drafters import Eagle3Drafter, drafter_specs
+from dspark_jax.layout import dense_layout
 from dspark_jax.targets import Target
 from dspark_jax.testing import tiny_target
 from tests.drafters.chain_cases import SWITCHES, Argmax, Tiny, texts_by_block_length, tiny_chain
@@ -70,6 +71,23 @@ def test_what_lies_past_the_length_is_never_read() -> None:
         poison = jax.tree.map(lambda a: jnp.where(stale, 1e6, a), state.cache)
         again = drafter.propose(state.replace(cache=poison), anchor, length, 2, Argmax(None))
     np.testing.assert_array_equal(clean.log_q[1:], again.log_q[1:])
+
+
+def test_nan_of_the_slots_last_tenant_reaches_nobody() -> None:
+    """A masked value is multiplied by 0, which is no help against NaN: none may be stored, and the state that waited
+    for its partner only ever meets cell 0, which nobody reads."""
+    drafter: Any = tiny_chain(tiny_target(dtype=jnp.float64), "eagle3").drafter
+    features = jax.random.normal(jax.random.key(3), (6, len(drafter.taps) * drafter.config.decoder.hidden_size))
+    tokens, six = jnp.arange(6, dtype=jnp.int32), dense_layout(jnp.zeros(1, jnp.int32), jnp.array([6]), 6)
+    three = dense_layout(jnp.zeros(1, jnp.int32), jnp.array([3]), 3)
+    with jax.disable_jit():
+        clean = drafter.init(1, CELLS)
+        dirty = drafter.absorb(clean, features * jnp.nan, six, tokens, six.count)
+        assert np.isnan(dirty.hidden).all() and np.isfinite(dirty.cache.v[0]).all()
+        states = [drafter.absorb(s, features[:3], three, tokens[:3], three.count) for s in (clean, dirty)]
+        blocks = [drafter.propose(s, jnp.array([4]), jnp.array([3]), 2, Argmax(None)) for s in states]
+    assert np.isfinite(blocks[0].log_q).all()
+    np.testing.assert_array_equal(blocks[0].log_q, blocks[1].log_q)
 
 
 # ---- the layout of speculators, as published for Qwen3-8B: a Llama layer, null layer ids, offsets in d2t ------------

@@ -33,6 +33,27 @@ def test_batch_mates_do_not_change_a_text_at_fixed_length(fixed: Engine) -> None
     assert run_all(fixed, requests) == alone
 
 
+def test_settings_of_batch_mates_stay_their_own(fixed: Engine) -> None:
+    """Temperature, filters, rule, stop tokens and limits, all different, in one batch: each as it is alone."""
+    settings = (
+        Sampling(0.0),
+        Sampling(1.2),
+        Sampling(0.8, top_k=2),
+        Sampling(1.5, top_p=0.6),
+        Sampling(1.0, min_p=0.3),
+        Sampling(0.7, top_k=4, top_p=0.9, min_p=0.05),
+        Sampling(2.0, top_k=1),
+    )
+    requests = [
+        Request([1 + i % 5, i % 7], 16 - i, s, 40 + i, rule, (i % 7,) if i % 3 == 0 else ())
+        for i, (s, rule) in enumerate([(s, rule) for s in settings for rule in ("rejection", "coupled")])
+    ]
+    alone = [run_all(fixed, [request])[0] for request in requests]
+    assert run_all(fixed, requests) == alone and len({tuple(tokens) for tokens, _, _ in alone}) > 8
+    greedy = run_all(fixed, [Request(requests[-1].prompt_ids, 3, Sampling(0.0))])[0][0]
+    assert alone[-1][0] == greedy[: len(alone[-1][0])]  # top_k 1
+
+
 def test_plain_decoding_emits_the_coupled_text(models: Models) -> None:
     """Mode none: no drafter runs, and the numbers are those of `coupled` (DESIGN section 3)."""
     engine = Engine(*models, engine_config(mode="none", slot_buckets=(4,)))

@@ -143,6 +143,34 @@ def test_cancelling_frees_the_slot_and_disturbs_nobody(fixed: Engine) -> None:
     assert fixed.counters()["running"] == 0
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+def test_cancelling_between_draft_and_verify_disturbs_nobody(fixed: Engine, monkeypatch: Any, overlap: bool) -> None:
+    """The cycle runs on for it, nothing of that is kept, its slot is free at the next step; no counter goes back."""
+    fixed.overlap = overlap
+    requests = random_requests(4, seed=9, max_new_tokens=14)
+    alone = [run_all(fixed, [request])[0] for request in requests]
+    ids = [fixed.submit(request) for request in requests]
+    draft, drafts = fixed._draft, [0]
+
+    def draft_and_cancel(plan: Any) -> Any:
+        made = draft(plan)
+        drafts[0] += 1
+        if drafts[0] == 6:
+            fixed.cancel(ids[2])
+        return made
+
+    monkeypatch.setattr(fixed, "_draft", draft_and_cancel)
+    before, results = fixed.counters(), fixed.run()
+    after = fixed.counters()
+    assert results[ids[2]].finish_reason == "cancelled"
+    kept = results[ids[2]].tokens
+    assert 0 < len(kept) < 14 and kept == alone[2][0][: len(kept)]
+    for k in (0, 1, 3):
+        assert (results[ids[k]].tokens, results[ids[k]].committed, results[ids[k]].offered) == alone[k]
+    assert all(after[name] >= before[name] for name in before if isinstance(before[name], int) and name != "waiting")
+    assert after["running"] == after["waiting"] == 0
+
+
 def test_cancelling_in_the_middle_of_a_prompt(fixed: Engine) -> None:
     request = Request([3, 1], 8, GREEDY)
     alone = run_all(fixed, [request])[0]

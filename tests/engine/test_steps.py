@@ -82,6 +82,7 @@ def test_what_is_packed_is_unpacked() -> None:
         offered=jnp.array([2, 0], jnp.int32),
         finished=jnp.array([True, False]),
         stopped=jnp.array([False, False]),
+        failed=jnp.array([False, True]),
     )
     out = steps.unpack(steps.pack(commit))
     for name, value in vars(commit).items():

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from dspark_jax import GenerateOutput, generate
+from dspark_jax.layout import dense_layout
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
 from dspark_jax.types import EMPTY
+from dspark_jax.verify import Verdict, commit
 
 V, G, ROWS, NEW_TOKENS = 6, 3, 16, 24
 NEVER = V - 1  # a token of probability 0: as a stop token it stops nothing
@@ -138,6 +140,51 @@ def test_exactly_as_many_tokens_as_asked_for_are_made(limit: int) -> None:
         expected = cut(whole.tokens[row], whole.committed[row], whole.offered[row], NEVER, limit)
         assert out.committed[row][out.committed[row] > 0].tolist() == expected.committed
         assert (out.offered[row, : len(expected.offered)] == G).all()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        # accepted, admitted, remaining, stop, place of NaN    -> count, accepted, offered, ended by
+        ((3, 3, 9, 7, None), (4, 3, 3, "")),
+        ((1, 3, 9, 7, None), (2, 1, 3, "")),
+        ((3, 3, 9, 2, None), (2, 2, 2, "stop")),  # draft 2 of 3
+        ((3, 3, 9, 5, None), (4, 3, 3, "stop")),  # the target's own token
+        ((3, 3, 2, 7, None), (2, 3, 3, "limit")),
+        ((3, 3, 2, 2, None), (2, 2, 2, "stop")),
+        ((3, 3, 1, 2, None), (1, 3, 3, "limit")),  # a stop token behind the limit leaves no trace
+        ((3, 3, 9, 7, 2), (2, 3, 3, "failure")),
+        ((3, 3, 9, 7, 0), (0, 0, 0, "failure")),
+        ((2, 3, 9, 7, 3), (3, 2, 3, "")),  # behind the emitted tokens: nothing was drawn from it
+        ((3, 3, 2, 7, 2), (2, 3, 3, "limit")),
+        ((3, 3, 9, 2, 3), (2, 2, 2, "stop")),
+        ((3, 3, 9, 4, 2), (2, 3, 3, "failure")),  # a stop token behind NaN is none
+    ],
+)
+def test_a_cycle_ends_at_a_stop_the_limit_or_a_failure_whichever_is_first(
+    case: tuple[int, int, int, int, int | None], expected: tuple[int, int, int, str]
+) -> None:
+    """Drafts 1, 2, 3 and the target's own token 5, or the one in the place where the drafts end; by hand."""
+    accepted, admitted, remaining, stop, nan = case
+    log_p = np.zeros((4, 8), np.float32)
+    if nan is not None:
+        log_p[nan] = np.nan
+    found = commit(
+        Verdict(jnp.asarray([accepted]), jnp.asarray([5])),
+        jnp.asarray([[1, 2, 3]]),
+        jnp.asarray([admitted]),
+        jnp.asarray([True]),
+        jnp.asarray([remaining]),
+        jnp.asarray([[stop, EMPTY]]),
+        jnp.asarray(log_p),
+        dense_layout(jnp.asarray([10]), jnp.asarray([admitted + 1]), 4),
+    )
+    count, *counts, ended = expected
+    emitted = [1, 2, 3][:accepted] + [5]
+    assert found.tokens[0].tolist() == emitted[:count] + [EMPTY] * (4 - count)
+    assert [int(found.count[0]), int(found.accepted[0]), int(found.offered[0])] == [count, *counts]
+    flags = [bool(f[0]) for f in (found.finished, found.stopped, found.failed)]
+    assert flags == [ended != "", ended == "stop", ended == "failure"]
 
 
 def test_a_block_shrinks_at_the_end_of_the_window_and_nowhere_else() -> None:

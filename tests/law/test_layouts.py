@@ -16,7 +16,9 @@ import pytest
 from dspark_jax import Sampling, cycle
 from dspark_jax.cycle import DecodeState
 from dspark_jax.drafters import Drafter
+from dspark_jax.kv_cache import KVCache, storable
 from dspark_jax.layout import dense_layout, ragged_layout
+from dspark_jax.nn.attention import KeyBlock, attention
 from dspark_jax.targets import Target
 from dspark_jax.testing import open_slots, tiny_drafter, tiny_target
 
@@ -27,9 +29,6 @@ LENGTHS = np.array([6, 2, 5, 1])
 ADMITTED = (np.array([3, 0, 2, 1]), np.array([1, 3, 0, 0]))
 POISON = 30  # a token no text holds; its embedding is spoiled in the poisoned target
 RAGGED = {"tokens": 12, "context": 16}
-
-MASKED_NAN = pytest.mark.xfail(strict=True, reason="kv_cache.write_rows keeps NaN, and a masked NaN value is 0 * NaN")
-NAN = pytest.param(np.nan, marks=MASKED_NAN)
 
 
 @functools.cache
@@ -109,17 +108,55 @@ def test_idle_slots_neither_change_nor_disturb(static: dict[str, int]) -> None:
         assert int(result.count[1]) == int(result.offered[1]) == 0 and (result.tokens[1] == -1).all()
 
 
-@pytest.mark.parametrize("garbage", [1e3, NAN])
-def test_cells_past_the_length_are_never_read(garbage: float) -> None:
-    """Rollback is a length: whatever stands in the cells behind it, the cycle does the same."""
+@pytest.mark.parametrize("key", [1e3, np.inf, np.nan])
+def test_cells_past_the_length_are_never_read(key: float) -> None:
+    """Rollback is a length: whatever stands in the cells behind it, the cycle does the same. Values are finite by the
+    cache's invariant, keys need not be."""
     state = opened()
 
-    def spoil(cells: jax.Array) -> jax.Array:
-        past = jnp.arange(cells.shape[2])[None, :] >= state.length[:, None]
-        return jnp.where(past[:, None, :, None], garbage, cells)
+    def spoil(cache: KVCache) -> KVCache:
+        def fill(cells: jax.Array, garbage: float) -> jax.Array:
+            past = jnp.arange(cells.shape[2])[None, :] >= state.length[:, None]
+            return jnp.where(past[:, None, :, None], garbage, cells)
 
-    target, draft = jax.tree.map(spoil, (state.target, state.draft))
-    same(dense(), two_cycles(state.replace(target=target, draft=draft)))
+        return KVCache(tuple(fill(k, key) for k in cache.k), tuple(fill(v, 1e30) for v in cache.v))
+
+    draft = state.draft.replace(cache=spoil(state.draft.cache))
+    same(dense(), two_cycles(state.replace(target=spoil(state.target), draft=draft)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_cache_holds_finite_values_and_the_request_still_meets_its_nan(bad: float) -> None:
+    """What is not finite in a value stands as NaN in its key: visible to whoever attends to the cell, and only then."""
+    k, v = jnp.ones((2, 3, 4)), jnp.ones((2, 3, 4)).at[1, 2, 3].set(bad)
+    stored_k, stored_v = storable(k, v)
+    assert np.isfinite(stored_v).all() and stored_v[1, 2, 3] == 0 and (np.isnan(stored_k) == ~np.isfinite(v)).all()
+    cells = [x.swapaxes(0, 1)[None] for x in (stored_k, stored_v)]  # [1, Hk, 2 cells, D]
+    query = jnp.ones((1, 1, 3, 4))
+    for seen, clean in ((1, True), (2, False)):
+        visible = (jnp.arange(2) < seen)[None, None, :]
+        out = attention(query, [KeyBlock(*cells, visible)], 1.0)
+        assert np.isfinite(out).all() == clean
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, -1.0, 1e-30, np.inf, np.nan])
+def test_settings_of_idle_slots_reach_no_real_row(temperature: float) -> None:
+    """At temperature 0.8, with one slot idle: its seed, rule, temperature and filters are nobody else's."""
+    state = opened()
+    settings = state.sampling.replace(
+        temperature=state.sampling.temperature.at[1].set(temperature),
+        top_k=state.sampling.top_k.at[1].set(1),
+        top_p=state.sampling.top_p.at[1].set(1e-3),
+        min_p=state.sampling.min_p.at[1].set(0.9),
+    )
+    idle = state.replace(
+        active=state.active.at[1].set(False),
+        sampling=settings,
+        seed=state.seed.at[1].set(0),
+        coupled=state.coupled.at[1].set(True),
+    )
+    for static in ({}, RAGGED):
+        same(dense(), two_cycles(idle, **static), np.array([0, 2, 3]))
 
 
 def poisoned(target: Target, value: float) -> Target:
@@ -144,7 +181,7 @@ def flat_forward(
 
 
 @pytest.mark.parametrize("tokens", [12, 16])
-@pytest.mark.parametrize("value", [1e6, NAN])
+@pytest.mark.parametrize("value", [1e6, np.inf, np.nan])
 def test_poison_in_padding_tokens_reaches_no_real_row(tokens: int, value: float) -> None:
     """The padding of a flat forward holds a token of poisoned embedding. Real rows see none of it, neither in this
     forward nor in the next one, whose context lies beside the cells that padding was written to."""
@@ -162,9 +199,10 @@ def test_poison_in_padding_tokens_reaches_no_real_row(tokens: int, value: float)
     np.testing.assert_allclose(results[0], results[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("static", [{}, pytest.param(RAGGED, marks=MASKED_NAN)])
-def test_one_request_of_nan_hidden_states_leaves_its_neighbours_alone(static: dict[str, int]) -> None:
-    """The anchor of the last slot is poison, all it computes is NaN; the other slots of the batch do as before."""
+@pytest.mark.parametrize("static", [{}, RAGGED])
+def test_one_request_of_nan_hidden_states_ends_and_leaves_its_neighbours_alone(static: dict[str, int]) -> None:
+    """The anchor of the last slot is poison, all it computes is NaN: it emits nothing, fails and is over. The other
+    slots of the batch do as before."""
     target, drafter = models()
     state = opened()
     state = state.replace(anchor=state.anchor.at[SLOTS - 1].set(POISON))
@@ -173,6 +211,10 @@ def test_one_request_of_nan_hidden_states_leaves_its_neighbours_alone(static: di
         step = one_cycle(poisoned(target, jnp.nan), drafter, out[0], jnp.asarray(admitted), **static)
         out = [step[0], *out[1:], step[1], step[2]]
     same(dense(), out, np.arange(SLOTS - 1))
+    bad = SLOTS - 1
+    assert [bool(result.failed[bad]) for result in (out[2], out[4])] == [True, False]
+    assert not out[0].active[bad] and int(out[2].count[bad]) == int(out[4].count[bad]) == 0
+    assert not np.asarray(out[2].failed[:bad]).any()
 
 
 def test_layouts_put_every_token_where_it_belongs() -> None:

@@ -49,6 +49,50 @@ def logits_of(kind: str, dtype: type) -> np.ndarray:
     return x.astype(dtype)
 
 
+def test_settings_beyond_the_device_s_numbers_keep_their_meaning() -> None:
+    """float32 knows no 1e-50, int32 no 2^32 + 1: the smallest top_p keeps the best token, an endless temperature
+    makes what is kept equal, a huge top_k keeps all."""
+    logits = jnp.asarray([[0.0, 1.0, 2.0, -jnp.inf]])
+    for setting, expected in (
+        (Sampling(top_p=1e-50), [0, 0, 1, 0]),
+        (Sampling(temperature=1e300), [1 / 3, 1 / 3, 1 / 3, 0]),
+        (Sampling(temperature=1e39, top_p=1e-40), [1 / 3, 1 / 3, 1 / 3, 0]),
+        (Sampling(top_k=2**32 + 1, temperature=1e39), [1 / 3, 1 / 3, 1 / 3, 0]),
+    ):
+        for rows in (sampling_rows(setting, 1), sampling_rows((setting,), 1)):
+            np.testing.assert_allclose(np.exp(log_probs(logits, rows)), [expected], atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [[0.0, np.nan, 1.0], [np.inf, 0.0, 1.0], [-np.inf] * 3])
+def test_logits_that_are_no_distribution_do_not_pass_for_one(temperature: float, bad: list[float]) -> None:
+    """NaN at the arg-max, whatever the temperature: verification ends the row there. Other rows are as they were."""
+    logits = jnp.asarray([[0.0, 2.0, 1.0], bad])
+    found = np.asarray(log_probs(logits, sampling_rows(Sampling(temperature), 2)))
+    assert np.isnan(found[1, int(jnp.argmax(logits[1]))])
+    np.testing.assert_array_equal(found[0], log_probs(logits[:1], sampling_rows(Sampling(temperature), 1))[0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"temperature": "0.5"}, "temperature must be a number"),
+        ({"temperature": None}, "temperature must be a number"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": -1.0}, "temperature must be a finite number >= 0, found -1.0"),
+        ({"temperature": np.nan}, "temperature must be a finite number"),
+        ({"top_k": [1]}, "top_k must be a number"),
+        ({"top_k": np.inf}, "top_k must be an integer"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"min_p": 1.1}, "min_p must be in"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**setting)
+
+
 @pytest.mark.parametrize("kind", ["random", "ties", "masked"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_filters_are_those_of_a_reference_that_sorts(kind: str, dtype: type, x64: None) -> None:

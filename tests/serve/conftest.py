@@ -58,10 +58,15 @@ class FakeEvent:
     offered: list[int] = dataclasses.field(default_factory=list)
 
 
+NOT_FINITE = -1
+"""In place of a token of a script: its logits are not finite."""
+
+
 class FakeEngine:
     """Answers what ``script(request)`` says, ``block`` tokens a step, a few requests at a time.
 
-    Like the real one it belongs to one thread, which it checks, and stops at stop tokens and at the limit.
+    Like the real one it belongs to one thread, which it checks, and stops at stop tokens, at the limit, and with
+    ``error`` where the script says ``NOT_FINITE``.
     """
 
     def __init__(
@@ -128,6 +133,9 @@ class FakeEngine:
         tokens: list[int] = []
         while left and len(tokens) < self.block:
             tokens.append(left.popleft())
+            if tokens[-1] == NOT_FINITE:
+                del self._running[i]
+                return FakeEvent(i, tokens[:-1], True, "error", [len(tokens)], [self.block - 1])
             if tokens[-1] in self.submitted[i].stop_token_ids:
                 del self._running[i]
                 return FakeEvent(i, tokens, True, "stop", [len(tokens)], [self.block - 1])

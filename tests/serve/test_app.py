@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.conftest import NOT_FINITE
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 ANSWER = "naïve café €5 😀 the cat"
 
@@ -331,6 +333,25 @@ def test_a_failing_step_ends_a_stream_with_an_error_event(serving: Callable[...,
     s = serving("hello world and more", block=2, before_step=fail)
     chunks = events(chat(s.app, stream=True))
     assert chunks[-1]["error"]["code"] == "engine_error" and "choices" in chunks[-2]
+
+
+@pytest.mark.parametrize("made", [0, 2, 5])
+def test_an_answer_whose_logits_are_not_finite_is_an_error_of_its_own(serving: Callable[..., Any], made: int) -> None:
+    """500 with a code, or the last event of a stream; the answer beside it and the next ones come as ever."""
+
+    def script(request: Any) -> list[int]:
+        return [65] * made + [NOT_FINITE] if request.prompt_ids == [1] else [66, 67]
+
+    s = serving(script)
+    bad, good = (("POST", "/v1/completions", {"json": {"prompt": [i]}}) for i in (1, 2))
+    answers = ask(s.app, bad, good)
+    error = error_of(answers[0], 500)
+    assert error["code"] == "not_finite" and f"after {made} tokens of this answer" in error["message"]
+    assert answers[1].json()["usage"]["completion_tokens"] == 2
+    last = events(complete(s.app, prompt=[1], stream=True))[-1]
+    assert last["error"]["code"] == "not_finite"
+    assert complete(s.app, prompt=[2]).status_code == 200 and s.engine.resets == 0
+    assert 'dspark_requests_total{reason="error"} 2' in ask(s.app, ("GET", "/metrics", {}))[0].text
 
 
 def test_health_turns_503_when_the_engine_is_beyond_repair(serving: Callable[..., Any], until: Any) -> None:

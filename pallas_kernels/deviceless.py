@@ -1,0 +1,96 @@
+"""Compiling for an H100 or a TPU on a machine that has neither.
+
+The plugin wheels (extras ``aot`` and ``aot_tpu``) carry the real compilers; only a description of the device is
+needed. JAX_PLATFORMS=cpu must be set before jax is imported, else the plugins look for a device and stay away.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Published figures of the H100 SXM with 80 GB (NVIDIA's data sheet and CUDA's occupancy tables).
+H100 = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_core": 233472,
+    "shared_memory_per_block_optin": 232448,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "memory_bandwidth": 3352320000000,
+    "device_memory_size": 84942979072,
+    "l2_cache_size": 52428800,
+    "clock_rate_ghz": 1.98,
+}
+_NAME = "NVIDIA H100 80GB HBM3"
+
+
+def _h100_config(toolkit: tuple[int, int, int]) -> str:
+    """XLA's GpuTargetConfigProto in text form."""
+    facts = "\n".join(f"  {key}: {value}" for key, value in H100.items())
+    dotted = ".".join(map(str, toolkit))
+    return f"""
+gpu_device_info {{
+{facts}
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  driver_version: "{dotted}"
+  runtime_version: "{dotted}"
+  compile_time_toolkit_version: "{dotted}"
+  device_vendor: "NVIDIA Corporation"
+  name: "{_NAME}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: {toolkit[0]} minor: {toolkit[1]} patch: {toolkit[2]} }}
+device_description_str: "{_NAME}"
+"""
+
+
+def missing_h100() -> str | None:
+    """Why nothing can be compiled for an H100 here; None if it can."""
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        return "JAX_PLATFORMS=cpu is not set, so the CUDA plugin looks for a device"
+    for major in (13, 12):
+        if importlib.util.find_spec(f"jax_cuda{major}_plugin"):
+            return None
+    return "no jax-cuda plugin wheel (extra: aot)"
+
+
+def missing_tpu() -> str | None:
+    """Why nothing can be compiled for a TPU here; None if it can."""
+    return None if importlib.util.find_spec("libtpu") else "no libtpu (extra: aot_tpu)"
+
+
+def h100_mesh(devices: int = 1, axis: str = "model") -> Mesh:
+    """A mesh of H100s in one host, for compiling only."""
+    toolkit = (13, 0, 0) if importlib.util.find_spec("jax_cuda13_plugin") else (12, 9, 0)
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=_h100_config(toolkit), topology=f"1x1x{devices}"
+    )
+    return topologies.make_mesh(topology, (devices,), (axis,))
+
+
+def tpu_mesh(topology: str = "v5e:2x2", devices: int = 1, axis: str = "model") -> Mesh:
+    """A mesh of the first ``devices`` chips of a TPU topology (``v5e:2x2``, ``v6e:2x4``), for compiling only."""
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    described = topologies.get_topology_desc(topology, platform="tpu")
+    return Mesh(described.devices[:devices], (axis,))
+
+
+def abstract(
+    mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *spec: str | None
+) -> jax.ShapeDtypeStruct:
+    """An array that is only described, replicated or sharded over ``mesh``."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

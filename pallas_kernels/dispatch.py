@@ -1,0 +1,61 @@
+"""Which backend runs an operation: None picks by device and falls back to XLA, a name means that one or an error."""
+
+from __future__ import annotations
+
+import jax
+
+BACKENDS = ("xla", "mosaic_gpu", "tpu")
+
+
+class BackendError(ValueError):
+    """The backend that was named cannot run this operation on these arguments or this device."""
+
+
+def device_kind() -> str:
+    """``hopper``, ``tpu`` or ``other``: what the default device is to a kernel."""
+    if jax.default_backend() == "tpu":
+        return "tpu"
+    if jax.default_backend() == "gpu":
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        return "hopper" if capability == "9.0" else "other"
+    return "other"
+
+
+_NATIVE = {"mosaic_gpu": "hopper", "tpu": "tpu"}
+
+
+def choose(
+    op: str, implementation: str | None, refusals: dict[str, str | None], *, interpret: bool = False, aot: bool = False
+) -> str:
+    """The backend to run.
+
+    Args:
+        op: name of the operation, for messages.
+        implementation: None, or one of ``BACKENDS``.
+        refusals: for each Pallas backend of the operation, why it cannot take these arguments (None: it can).
+        interpret: the kernel is interpreted on the CPU, so any device will do.
+        aot: compiled for a device that is not there, so any device will do.
+
+    Raises:
+        BackendError: the named backend is unknown, refuses the arguments, or is not for this device.
+    """
+    if implementation is None:
+        kind = device_kind()
+        for name, refusal in refusals.items():
+            if refusal is None and _NATIVE[name] == kind:
+                return name
+        return "xla"
+    if implementation == "xla":
+        return "xla"
+    if implementation not in BACKENDS or implementation not in refusals:
+        known = ", ".join(("xla", *refusals))
+        raise BackendError(f"{op}: no backend {implementation!r}; known: {known}")
+    refusal = refusals[implementation]
+    if refusal is not None:
+        raise BackendError(f"{op}: backend {implementation!r} cannot run this: {refusal}; implementation='xla' can")
+    if not (interpret or aot) and device_kind() != _NATIVE[implementation]:
+        raise BackendError(
+            f"{op}: backend {implementation!r} needs a {_NATIVE[implementation]} device, the default one is "
+            f"{jax.devices()[0].device_kind!r}; implementation='xla' runs here"
+        )
+    return implementation
