@@ -1,7 +1,7 @@
 """Frozen configurations of decoders and drafters, hashable so that they can be static arguments of ``jax.jit``.
 
-A model family is data: the fields below describe Llama, Qwen3 and (the places are kept for it) Gemma 4 decoders
-without a line of family-specific forward code. ``config_io.py`` reads and writes the Hugging Face spelling.
+A model family is data: the fields below describe Llama, Qwen3 and Gemma 4 decoders without a line of
+family-specific forward code. ``config_io`` reads and writes the Hugging Face spelling.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DecoderConfig:
     """A decoder-only transformer (a target, or the layers of a drafter).
 
     Attributes:
-        family: ``llama`` or ``qwen3`` (the checkpoint's model_type; decides names, not arithmetic).
+        family: the checkpoint's model_type, a row of ``config_io.FAMILIES``; decides names, not arithmetic.
         layers: one LayerConfig a layer.
         qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
         v_norm: weightless RMSNorm of the values (Gemma 4).
@@ -105,16 +105,38 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """A block drafter: DFlash backbone, optional Markov and confidence heads.
+class Eagle3Norms:
+    """Norms that an EAGLE-3 checkpoint may have been trained with (speculators' names in brackets).
 
     Attributes:
-        method: ``dspark`` or ``dflash``.
+        before_residual: the residual stream carries the normed hidden state (``norm_before_residual``).
+        before_fc: one norm over the concatenated features (``norm_before_fc``).
+        each_feature: one norm for each tapped layer (``fc_norm``).
+        output: the next step reads the state after the last norm (``norm_output``).
+    """
+
+    before_residual: bool = False
+    before_fc: bool = False
+    each_feature: bool = False
+    output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.before_fc and self.each_feature:
+            raise ValueError("norm_before_fc and fc_norm exclude each other: the features are normed once")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A block drafter (DFlash backbone, optional Markov and confidence heads) or a chain (EAGLE-3, MTP).
+
+    Attributes:
+        method: ``dspark``, ``dflash``, ``eagle3`` or ``mtp``.
         decoder: the backbone's layers. ``decoder.vocab_size`` is the target's vocabulary.
         block_size: G, draft tokens a block: the anchor slot and G - 1 mask slots, each of which predicts one
             token. (Layouts whose anchor slot predicts nothing are converted at load; see ``sample_from_anchor``.)
+            Of a chain: the drafts it makes where nobody says how many (EAGLE-3: ``ttt_length``, MTP: 1).
         target_layer_ids: tapped target layers; i is the output of decoder layer i, -1 the embedding output.
-        mask_token_id: the token of the mask slots.
+        mask_token_id: the token of the mask slots, EMPTY for a chain, which has none.
         num_target_layers: layers of the target it was trained for, 0 if unknown.
         markov_rank: 0 means no Markov head.
         markov_head: vanilla | gated | rnn.
@@ -126,13 +148,14 @@ class DrafterConfig:
             nothing and slot k predicts the mask's own place start + k, so a block of width G + 1 makes G drafts.
         block_widths: further widths the backbone was trained at (extension of DeepSpec's layout).
         logit_softcap: of the base logits, before the Markov bias.
+        norms: of EAGLE-3.
     """
 
     method: str
     decoder: DecoderConfig
     block_size: int
     target_layer_ids: tuple[int, ...]
-    mask_token_id: int
+    mask_token_id: int = EMPTY
     num_target_layers: int = 0
     markov_rank: int = 0
     markov_head: str = "vanilla"
@@ -143,12 +166,22 @@ class DrafterConfig:
     sample_from_anchor: bool = True
     block_widths: tuple[int, ...] = ()
     logit_softcap: float = 0.0
+    norms: Eagle3Norms = Eagle3Norms()
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, found {self.block_size}")
+        if not self.chain and self.mask_token_id < 0:
+            raise ValueError(f"a {self.method} drafter needs a mask_token_id")
+        if self.chain and len(self.decoder.layers) != 1:
+            raise ValueError(f"an {self.method} drafter has one layer, found {len(self.decoder.layers)}")
         if self.draft_vocab_size == 0:
             object.__setattr__(self, "draft_vocab_size", self.decoder.vocab_size)
+
+    @property
+    def chain(self) -> bool:
+        """It drafts one token after the other, a block of any length."""
+        return self.method in ("eagle3", "mtp")
 
     def block_width(self, num_speculative_tokens: int) -> int:
         """Slots the backbone runs for k wanted drafts: the smallest trained block that holds them.
@@ -197,4 +230,4 @@ def _require(name: str, value: object, good: bool, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, found {value!r}")
 
 
-__all__ = ["EMPTY", "DecoderConfig", "DrafterConfig", "LayerConfig", "RopeConfig", "Sampling"]
+__all__ = ["EMPTY", "DecoderConfig", "DrafterConfig", "Eagle3Norms", "LayerConfig", "RopeConfig", "Sampling"]

@@ -232,7 +232,8 @@ def step_with_law(
     if drafter is not None and held is not None:
         ring = _hold(ring, features, flat, held)
     elif drafter is not None:
-        draft_state = drafter.absorb(state.draft, features, layout)
+        kept = jnp.where(view.active, verdict.accepted + 1, 0)
+        draft_state = drafter.absorb(state.draft, features, layout, flat, kept)
     new = _advance(view, verdict, result, static)
     small = jax.tree.map(lambda whole, part: whole.at[:rows].set(part), state.small(), new)
     return small.replace(target=cache, draft=draft_state, ring=ring), result, log_p, layout
@@ -280,11 +281,13 @@ def absorb_held(
         count = jnp.clip(held - done, 0, width)
         # Rows that are done write garbage behind their last token, like every short row.
         layout = dense_layout(jnp.minimum(length - held + done, length), count, width, at)
-        size = (rows, 1, width)
-        features = jax.lax.dynamic_slice(
-            state.ring.features, (at, zero, done, zero), (*size, state.ring.features.shape[-1])
-        )
-        return drafter.absorb(draft_state, features.reshape(rows * width, -1), layout)
+
+        def waiting(ring: Array) -> Array:
+            start, size = (at, zero, done, zero), (rows, 1, width, ring.shape[-1])
+            return jax.lax.dynamic_slice(ring, start, size).reshape(rows * width, -1)
+
+        features, tokens = waiting(state.ring.features), waiting(state.ring.tokens)[:, 0]
+        return drafter.absorb(draft_state, features, layout, tokens, count)
 
     with jax.named_scope("absorb_held"):
         chunks = (jnp.max(held) + width - 1) // width
@@ -369,12 +372,13 @@ def prefill(
     small = state.small()
     view = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, rows, 0), small)
     layout = dense_layout(view.length, count, width, at)
+    flat = tokens.reshape(-1)
     taps = drafter.taps if drafter is not None else ()
     with jax.named_scope("prefill_forward"):
-        hidden, features, cache = target.forward(tokens.reshape(-1), layout, state.target, taps=taps, context=context)
+        hidden, features, cache = target.forward(flat, layout, state.target, taps=taps, context=context)
     draft_state = state.draft
     if drafter is not None:
-        draft_state = drafter.absorb(state.draft, features, layout)
+        draft_state = drafter.absorb(state.draft, features, layout, flat, count)
     final = layout.pad(hidden)[jnp.arange(rows), jnp.maximum(count - 1, 0)]
     logits = target.unembed(final)
     if static.rule is not None:

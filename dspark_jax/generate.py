@@ -15,7 +15,7 @@ import numpy as np
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
-from dspark_jax.drafters.base import DrafterModel, Proposal
+from dspark_jax.drafters.base import DrafterModel, Proposal, drafts_of_block
 from dspark_jax.noise import distinct_seeds
 from dspark_jax.sampling import sampling_rows
 from dspark_jax.schedule.prefix import admit_early_stop_device, survival_device
@@ -70,7 +70,7 @@ def generate(
         max_new_tokens: N >= 1, static.
         sampling: one setting for all rows, or one for each (static).
         verification: ``rejection`` or ``coupled``; plain decoding with the same seed gives the text of ``coupled``.
-        num_speculative_tokens: drafts a block; None: the checkpoint's block.
+        num_speculative_tokens: drafts a block; None: the checkpoint's block (EAGLE-3: ``ttt_length``, MTP: 1).
         admit: ``all``; ``threshold`` (cut before the first position whose raw sigmoid(confidence) is below
             ``confidence_threshold``); ``early_stop`` (Algorithm 1 of the paper, needs ``step_time``). The verify
             width is static here: ``admit`` changes what is offered, not the speed.
@@ -161,10 +161,7 @@ def _check(
         if num_speculative_tokens not in (None, 0):
             raise ValueError("num_speculative_tokens was given, but drafter is None")
         return 0
-    k = drafter.block_size if num_speculative_tokens is None else num_speculative_tokens
-    if not 1 <= k <= drafter.block_size:
-        raise ValueError(f"num_speculative_tokens must lie in 1..{drafter.block_size}, found {k}")
-    return int(k)
+    return drafts_of_block(drafter, num_speculative_tokens)
 
 
 def _check_admission(drafter: DrafterModel | None, admit: str, threshold: float, step_time: Any, rows: int) -> None:

@@ -23,7 +23,7 @@ from dspark_jax.checkpoint.gguf import GGUFSource, decoder_config_from_gguf
 from dspark_jax.checkpoint.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
 from dspark_jax.config import DecoderConfig
 from dspark_jax.config_io import decoder_config_from_hf
-from dspark_jax.drafters import Drafter, drafter_specs
+from dspark_jax.drafters import KINDS, LoadedDrafter, drafter_specs
 from dspark_jax.params import ParamSpec
 from dspark_jax.targets import Target, decoder_specs
 from dspark_jax.targets.embedded import EMBEDDED, find_embedded
@@ -63,7 +63,7 @@ def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh
 
 def load_drafter(
     path: str | os.PathLike[str], target: Target, *, dtype: Any = "auto", mesh: Mesh | None = None
-) -> Drafter:
+) -> LoadedDrafter:
     """Loads a drafter for ``target``; nothing is fetched from the network.
 
     Args:
@@ -75,7 +75,8 @@ def load_drafter(
         mesh: as in ``load_target``.
 
     Returns:
-        A Drafter; ``calibration``: the tables of a ``calibration.json`` beside the weights, else None.
+        A drafter of the kind that the checkpoint is (``drafters.KINDS``); ``calibration``: the tables of a
+        ``calibration.json`` beside the weights, else None.
 
     Raises:
         FileNotFoundError: nothing of that name.
@@ -96,8 +97,9 @@ def load_drafter(
             EMBED,
             target.name or "the target",
         )
-    tables = load_tables(file, positions=config.block_size) if file.is_file() else None
-    return Drafter.build(
+    # A chain has no confidences that a table could correct.
+    tables = load_tables(file, positions=config.block_size) if file.is_file() and not config.chain else None
+    return KINDS[config.method].build(
         pieces.params,
         config,
         embed=pieces.embed,
@@ -190,8 +192,9 @@ def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Ta
 
 def _load_directory(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
     raw = read_json(path / "config.json")
-    if "target_layer_ids" in raw:
-        raise ValueError(f"{path}: this is a drafter (its config has target_layer_ids): use load_drafter")
+    for key in ("target_layer_ids", "speculators_model_type"):
+        if key in raw:
+            raise ValueError(f"{path}: this is a drafter (its config has {key}): use load_drafter")
     generation = path / "generation_config.json"
     config = decoder_config_from_hf(
         raw,

@@ -21,7 +21,7 @@ import numpy as np
 from dspark_jax import cycle
 from dspark_jax.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, Sampling
 from dspark_jax.cycle import DecodeState
-from dspark_jax.drafters.base import Proposal, Sampler
+from dspark_jax.drafters.base import Proposal, Sampler, drafts_of_block
 from dspark_jax.drafters.dspark import Drafter
 from dspark_jax.layout import Layout
 from dspark_jax.logit_rule import LogitRule
@@ -139,6 +139,11 @@ class ScriptedDrafter(flax.struct.PyTreeNode):
         return self.table.shape[0]
 
     @property
+    def max_drafts(self) -> int:
+        """G: the table knows no further place."""
+        return self.table.shape[0]
+
+    @property
     def has_confidence(self) -> bool:
         """Proposals carry confidence logits."""
         return self.confidence is not None
@@ -147,7 +152,7 @@ class ScriptedDrafter(flax.struct.PyTreeNode):
         """``[S, L]`` token ids absorbed so far; every cell is garbage."""
         return jnp.full((slots, length), _GARBAGE, jnp.int32)
 
-    def absorb(self, state: Array, features: Array, layout: Layout) -> Array:
+    def absorb(self, state: Array, features: Array, layout: Layout, tokens: Array, kept: Array) -> Array:
         """Features are token ids (``ScriptedTarget.forward``)."""
         return _write(state, jnp.round(jnp.nan_to_num(features[:, 0], nan=_GARBAGE)), layout)
 
@@ -190,14 +195,16 @@ def open_slots(
     stop_token_ids: Sequence[int] = (),
     rule: LogitRule | None = None,
     rule_state: Any = None,
+    num_drafts: int | None = None,
 ) -> DecodeState:
     """Slots that stand right before their first cycle: the anchor is the prompt's last token, all before is cached.
 
-    Nothing is drawn. Args: ``prompts [B, P]``, ``lengths [B]`` (None: P), ``seeds [B]`` (None: 0..B-1).
+    Nothing is drawn. Args: ``prompts [B, P]``, ``lengths [B]`` (None: P), ``seeds [B]`` (None: 0..B-1), ``num_drafts``
+    of the blocks to come (None: the drafter's own).
     """
     rows, longest = prompts.shape
     known = jnp.full(rows, longest, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    cells = longest + max_new_tokens + (0 if drafter is None else drafter.block_size) + 1
+    cells = longest + max_new_tokens + (0 if drafter is None else drafts_of_block(drafter, num_drafts)) + 1
     zeros = jnp.zeros(rows, jnp.int32)
     stop = jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32)
     state = DecodeState(

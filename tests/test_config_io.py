@@ -214,9 +214,9 @@ def test_everything_unsupported_is_in_one_error() -> None:
         "unsupported: mixture of experts (num_experts = 8)",
         "unsupported: per-layer embeddings (hidden_size_per_layer_input = 256)",
         "unsupported: quantised weights (quantization_config = fp8)",
+        "unsupported rope type 'longrope'; supported: default, linear, llama3, yarn, dynamic, proportional",
         "head_dim must be even for rotary positions, found 15",
-        "unsupported rope type 'longrope'; supported: default, linear, llama3, yarn, dynamic",
-        "unsupported hidden_act 'relu2'; supported: silu, swish",
+        "unsupported hidden_act 'relu2'; supported: silu, swish, gelu_pytorch_tanh",
     ]
 
 

@@ -54,6 +54,7 @@ JIT_ALLOWED = {
     "dspark_jax/evaluate/parity.py": "one reference block with everything in view",
     "dspark_jax/evaluate/rounds.py": "one reference round with everything in view",
     "dspark_jax/evaluate/recorder.py": "one cycle with the distributions it compared in view",
+    "dspark_jax/evaluate/chain_rounds.py": "the same of a chain",
 }
 
 # Besides the standard library and itself.

@@ -21,6 +21,7 @@ from dspark_jax.checkpoint.drafter_files import (
     stored_dtype,
 )
 from dspark_jax.checkpoint.speculators import write_speculators
+from dspark_jax.config import Eagle3Norms
 
 LAYOUTS = ("deepspec", "speculators")
 
@@ -92,6 +93,13 @@ def _check_plain(pieces: DrafterPieces, source: str | Path) -> None:
             f"{source}: its draft vocabulary has {config.draft_vocab_size} of {config.decoder.vocab_size}"
             " tokens, and a plain DeepSpec directory has no d2t map: other engines would take draft ids for"
             " target ids; the speculators layout takes it"
+        )
+    if config.method == "mtp":
+        raise ValueError(f"{source}: DeepSpec has no class for an MTP module: other engines cannot read our layout")
+    if config.method == "eagle3" and (len(config.target_layer_ids) != 5 or config.norms != Eagle3Norms()):
+        raise ValueError(
+            f"{source}: DeepSpec's own EAGLE-3 fuses five target layers and has no norm switches, this drafter has"
+            f" {len(config.target_layer_ids)} layers and {config.norms}; the speculators layout takes it"
         )
     if not config.sample_from_anchor:
         raise ValueError(

@@ -115,7 +115,7 @@ def read_drafter(
             a drafter of another target; a copy of embedding or head of a wrong shape. All name the directory.
     """
     where = str(directory)
-    config, source = _open(directory)
+    config, source = _open(directory, None if target is None else target.config.num_layers)
     if target is not None:
         check_target(config, target.config, where)
     d2t = read_d2t(source, config)
@@ -163,12 +163,13 @@ def inspect_drafter(
     return config, tree
 
 
-def _open(directory: str | Path) -> tuple[DrafterConfig, Int8RowsSource]:
+def _open(directory: str | Path, target_layers: int | None = None) -> tuple[DrafterConfig, Int8RowsSource]:
     raw = read_config(directory)
     stored = SafetensorsSource(directory)
     source = Int8RowsSource(stored, raw.get("quantization"))
     path = str(Path(directory) / CONFIG_FILE)
-    return drafter_config_from_hf(raw, source=path, tensor_names=source.names()), source
+    names = source.names()
+    return drafter_config_from_hf(raw, source=path, tensor_names=names, target_layers=target_layers), source
 
 
 def stored_dtype(directory: str | Path) -> np.dtype:
@@ -181,7 +182,8 @@ def check_target(config: DrafterConfig, target: DecoderConfig, source: str) -> N
     """Raises ValueError, listing every reason, where a drafter was not made for this target.
 
     The vocabulary is compared by ``vocabulary.refit``. The last decoder layer cannot be tapped: the reference
-    reads the hidden states of transformers, which hold the normalised final state in its place.
+    reads the hidden states of transformers, which hold the normalised final state in its place. An MTP module is
+    ours, and reads just that layer's output.
     """
     problems = []
     mine, layers = config.decoder.hidden_size, target.num_layers
@@ -192,7 +194,7 @@ def check_target(config: DrafterConfig, target: DecoderConfig, source: str) -> N
     beyond = [i for i in config.target_layer_ids if i >= layers]
     if beyond:
         problems.append(f"target_layer_ids {beyond} do not exist in a target of {layers} layers")
-    if layers - 1 in config.target_layer_ids:
+    if layers - 1 in config.target_layer_ids and config.method != "mtp":
         problems.append(f"target_layer_ids has {layers - 1}, the last decoder layer, which cannot be tapped")
     if problems:
         raise ValueError(f"{source}: drafter of another target: {'; '.join(problems)}")

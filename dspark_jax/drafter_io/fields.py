@@ -39,6 +39,7 @@ _KEYS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "target_layer_ids": {
         "target_layer_ids": _same,
         "aux_hidden_state_layer_ids": _from_hidden_states_index,
+        "eagle_aux_hidden_state_layer_ids": _from_hidden_states_index,
     },
     "mask_token_id": {"mask_token_id": _same, "noise_token_id": _same},
     "num_target_layers": {"num_target_layers": _same},
@@ -53,6 +54,11 @@ _KEYS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "draft_vocab_size": {"draft_vocab_size": _same},
     "block_widths": {"block_widths": _same},
+    "ttt_length": {"ttt_length": _same},
+    "norm_before_residual": {"norm_before_residual": _same},
+    "norm_before_fc": {"norm_before_fc": _same},
+    "fc_norm": {"fc_norm": _same},
+    "norm_output": {"norm_output": _same},
 }
 
 
@@ -135,3 +141,23 @@ class Fields:
             f"{self.source}: no {field}; looked for {spellings} at the top level and in"
             f" {', '.join(NESTED + BACKBONES)}; found {', '.join(found) or 'an empty config'}"
         )
+
+
+def layer_ids_of(fields: Fields) -> tuple[int, ...]:
+    """Tapped target layers in DeepSpec's numbers."""
+    ids = fields.integers("target_layer_ids")
+    if not ids or ids[0] < -1 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+        raise ValueError(
+            f"{fields.source}: target_layer_ids must be strictly increasing decoder layers (-1 = embedding"
+            f" output), found {list(ids)} in DeepSpec's numbers"
+        )
+    return ids
+
+
+def declared_drafts(config: Mapping[str, Any]) -> int | None:
+    """Drafts a block that a speculators config proposes, None where it names no number."""
+    spec = config.get("speculators_config")
+    methods = spec.get("proposal_methods") if isinstance(spec, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return tokens if is_int(tokens) else None

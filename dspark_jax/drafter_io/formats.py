@@ -7,6 +7,8 @@ from typing import Any
 
 from dspark_jax.drafter_io.fields import NESTED
 
+BLOCK_KEYS = ("block_size", "dspark_block_size")
+
 # Block layout where the file does not say: the documented default of each format.
 DEFAULT_SAMPLE_FROM_ANCHOR = {
     "deepspec": True,
@@ -52,3 +54,18 @@ def speculators_type(config: Mapping[str, Any]) -> str | None:
     if kind is None and isinstance(config.get("speculators_config"), Mapping):
         kind = config["speculators_config"].get("algorithm")
     return None if kind is None else str(kind)
+
+
+def chain_method(config: Mapping[str, Any]) -> str | None:
+    """``eagle3`` or ``mtp`` for a chain in a layout that is read here; None for everything else.
+
+    EAGLE-3 in DeepSpec's layout is known by its ``ttt_length`` (no block), in speculators' by its algorithm. MTP
+    modules have a layout of ours, ``"method": "mtp"``.
+    """
+    kind = speculators_type(config)
+    if kind is not None:
+        return "eagle3" if kind == "eagle3" else None
+    if config.get("method") == "mtp":
+        return "mtp"
+    blocks = any(key in config for key in BLOCK_KEYS)
+    return "eagle3" if config.get("ttt_length") is not None and not blocks else None

@@ -8,9 +8,12 @@ from typing import Any
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.config_io import decoder_config_from_hf
-from dspark_jax.drafter_io.fields import BACKBONES, Fields, is_int
+from dspark_jax.drafter_io.backbone import backbone_config
+from dspark_jax.drafter_io.chains import chain_config_from_hf
+from dspark_jax.drafter_io.fields import Fields, declared_drafts, layer_ids_of
 from dspark_jax.drafter_io.formats import (
     DEFAULT_SAMPLE_FROM_ANCHOR,
+    chain_method,
     drafter_format,
     drafts_of_slots,
     speculators_type,
@@ -23,7 +26,7 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 def drafter_config_from_hf(
-    config: Mapping[str, Any], *, source: str, tensor_names: Iterable[str] = ()
+    config: Mapping[str, Any], *, source: str, tensor_names: Iterable[str] = (), target_layers: int | None = None
 ) -> DrafterConfig:
     """The one normaliser of drafter configurations.
 
@@ -31,12 +34,14 @@ def drafter_config_from_hf(
         config: the parsed ``config.json``, in any of the spellings named above.
         source: the file's name, for errors and the log.
         tensor_names: names in the checkpoint, if known: heads and vocabulary map are then checked too.
+        target_layers: decoder layers of the target, if known: where an EAGLE-3 config leaves its layer ids out,
+            they follow from it.
 
     Returns:
         The DrafterConfig; ``block_size`` counts drafts, ``target_layer_ids`` are in DeepSpec's numbers.
 
     Raises:
-        UnsupportedDrafterError: a ValueError for EAGLE-3, MTP, Gemma, mixture-of-experts and others, by name.
+        UnsupportedDrafterError: a ValueError for mixture-of-experts and others, by name.
         ValueError: a missing ``mask_token_id`` (never defaulted), block size or layer ids; contradicting or
             unknown spellings (the message lists what was found); a head declared without its tensors, or the
             reverse.
@@ -45,13 +50,26 @@ def drafter_config_from_hf(
     """
     names = {name.removesuffix(".int8").removesuffix(".scale") for name in tensor_names}
     refuse_unsupported(config, names, speculators_type(config), source)
+    if chain_method(config) is not None:
+        result = chain_config_from_hf(config, source=source, names=names, target_layers=target_layers)
+    else:
+        result = _block_config(config, source, names)
+    if names:
+        _check_tensors(result, names, source)
+    return result
+
+
+def _block_config(config: Mapping[str, Any], source: str, names: set[str]) -> DrafterConfig:
+    """The config of a block drafter."""
     fields = Fields(config, source)
     kind = drafter_format(config)
     # Asked first: a config without them is not a drafter's, whatever else may be wrong with it.
     slots = fields.integer("block_size", least=1)
-    layer_ids = _layer_ids(fields)
+    layer_ids = layer_ids_of(fields)
     mask = fields.integer("mask_token_id")
-    decoder = decoder_config_from_hf(_backbone(config, fields, kind), source=source)
+    backbone = backbone_config(config, source)
+    _bidirectional(backbone, config, kind, source)
+    decoder = decoder_config_from_hf(backbone, source=source)
     if mask >= decoder.vocab_size:
         raise ValueError(f"{source}: mask_token_id {mask} is beyond the vocabulary of {decoder.vocab_size}")
     anchor = fields.boolean("sample_from_anchor", DEFAULT_SAMPLE_FROM_ANCHOR[kind])
@@ -61,7 +79,7 @@ def drafter_config_from_hf(
     if draft_vocab > decoder.vocab_size:
         raise ValueError(f"{source}: draft_vocab_size {draft_vocab} exceeds vocab_size {decoder.vocab_size}")
     method = "dspark" if kind == "speculators-dspark" or rank or confidence else "dflash"
-    result = DrafterConfig(
+    return DrafterConfig(
         method=method,
         decoder=decoder,
         block_size=drafts,
@@ -78,19 +96,6 @@ def drafter_config_from_hf(
         block_widths=_block_widths(fields, slots),
         logit_softcap=decoder.logit_softcap,
     )
-    if names:
-        _check_tensors(result, names, source)
-    return result
-
-
-def _layer_ids(fields: Fields) -> tuple[int, ...]:
-    ids = fields.integers("target_layer_ids")
-    if not ids or ids[0] < -1 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
-        raise ValueError(
-            f"{fields.source}: target_layer_ids must be strictly increasing decoder layers (-1 = embedding"
-            f" output), found {list(ids)} in DeepSpec's numbers"
-        )
-    return ids
 
 
 def _block_widths(fields: Fields, slots: int) -> tuple[int, ...]:
@@ -133,7 +138,7 @@ def _log_layout(config: Mapping[str, Any], fields: Fields, kind: str, slots: int
         slots,
         drafts,
     )
-    declared = _declared_drafts(config)
+    declared = declared_drafts(config)
     if declared is not None and declared != drafts:
         LOG.warning(
             "%s: speculators_config proposes %d tokens a block where this layout makes %d; if the accepted"
@@ -145,60 +150,14 @@ def _log_layout(config: Mapping[str, Any], fields: Fields, kind: str, slots: int
     return drafts
 
 
-def _declared_drafts(config: Mapping[str, Any]) -> int | None:
-    spec = config.get("speculators_config")
-    methods = spec.get("proposal_methods") if isinstance(spec, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-    return tokens if is_int(tokens) else None
-
-
-def _backbone(config: Mapping[str, Any], fields: Fields, kind: str) -> dict[str, Any]:
-    """The Hugging Face style config of the drafter's layers, a trained window spelled out layer by layer."""
-    nested = next((config[name] for name in BACKBONES if config.get(name) is not None), None)
-    backbone = dict(config if nested is None else nested)
-    if "model_type" in config:  # speculators writes its own kind there, beside the one of the nested config
-        backbone.setdefault("model_type", config["model_type"])
-    for key in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"):
-        if config.get(key) is not None:  # exporters add these beside the nested config
-            backbone[key] = config[key]
-    backbone["tie_word_embeddings"] = False  # a drafter's head is its own or its target's
-    _window(backbone, dict(config.get("dflash_config") or {}), fields.source)
-    hidden = config.get("target_hidden_size")
-    if hidden is not None and backbone.get("hidden_size") not in (None, hidden):
-        raise UnsupportedDrafterError(
-            f"{fields.source}: drafters narrower or wider than their target are not supported yet"
-            f" (hidden_size {backbone['hidden_size']}, target_hidden_size {hidden})"
-        )
+def _bidirectional(backbone: Mapping[str, Any], config: Mapping[str, Any], kind: str, source: str) -> None:
+    """Refuses windowed layers that speculators trained causal inside the block."""
     windowed = "sliding_attention" in (backbone.get("layer_types") or ())
     if windowed and kind.startswith("speculators") and not config.get("sliding_window_non_causal", False):
         raise UnsupportedDrafterError(
-            f"{fields.source}: sliding layers that are causal inside the block (sliding_window_non_causal"
+            f"{source}: sliding layers that are causal inside the block (sliding_window_non_causal"
             " false) are not supported yet"
         )
-    return backbone
-
-
-def _window(backbone: dict[str, Any], dflash: Mapping[str, Any], source: str) -> None:
-    """Writes ``layer_types`` where a window is declared without them.
-
-    transformers would then window only the layers from ``max_window_layers`` (28 by default) on: none of a
-    drafter's five, and a window that was trained is silently ignored.
-    """
-    layers = backbone.get("num_hidden_layers")
-    if not is_int(layers):
-        return  # decoder_config_from_hf names what is missing
-    if dflash.get("use_swa"):
-        backbone["sliding_window"] = dflash.get("swa_window_size") or backbone.get("sliding_window")
-        backbone["layer_types"] = ["sliding_attention"] * layers
-        backbone["use_sliding_window"] = True
-    elif backbone.get("layer_types") is None and backbone.get("use_sliding_window"):
-        first = backbone.get("max_window_layers") or 0
-        backbone["layer_types"] = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if "sliding_attention" in (backbone.get("layer_types") or ()):
-        if not is_int(backbone.get("sliding_window")):
-            raise ValueError(f"{source}: sliding layers without a sliding_window")
-        backbone.setdefault("use_sliding_window", True)
 
 
 def head_tensors(config: DrafterConfig) -> tuple[str, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from dspark_jax.drafter_io.formats import BLOCK_KEYS, chain_method
+
+_GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "dspark_n_routed_experts")
-_BLOCK_KEYS = ("block_size", "dspark_block_size")
 
 
 class UnsupportedDrafterError(ValueError):
@@ -25,6 +27,7 @@ class _Facts:
                     self.values.setdefault(key, []).append(value)
         self.names = names
         self.algorithm = algorithm
+        self.chain = chain_method(config)
         self.architectures = " ".join(map(str, config.get("architectures") or ())).lower()
         self.model_types = [str(value).lower() for value in self.values.get("model_type", ())]
 
@@ -40,18 +43,19 @@ class _Facts:
 
     def blocks(self) -> bool:
         """It has what every block drafter has: then an architecture's name alone makes it no other kind."""
-        return self.has(*_BLOCK_KEYS) and self.has("mask_token_id", "noise_token_id", "dspark_noise_token_id")
+        return self.has(*BLOCK_KEYS) and self.has("mask_token_id", "noise_token_id", "dspark_noise_token_id")
 
 
-def _eagle3(f: _Facts) -> bool:
+def _other_eagle3(f: _Facts) -> bool:
     by_name = ("eagle" in f.architectures or f.model_type("eagle")) and not f.blocks()
-    by_keys = f.has("ttt_length", "eagle_aux_hidden_state_layer_ids") and not f.has(*_BLOCK_KEYS)
-    return f.algorithm in ("eagle", "eagle3") or by_name or by_keys
+    by_keys = f.has("eagle_aux_hidden_state_layer_ids", "eagle_config") and not f.has(*BLOCK_KEYS)
+    return f.algorithm is None and f.chain is None and (by_name or by_keys)
 
 
-def _mtp(f: _Facts) -> bool:
-    by_keys = (f.true("num_nextn_predict_layers") or "mtp" in f.architectures) and not f.has(*_BLOCK_KEYS)
-    return f.algorithm in ("mtp", "fast_mtp", "fastmtp") or f.model_type("mtp") or by_keys
+def _other_mtp(f: _Facts) -> bool:
+    by_keys = (f.true("num_nextn_predict_layers") or "mtp" in f.architectures) and not f.has(*BLOCK_KEYS)
+    named = f.algorithm in ("mtp", "fast_mtp", "fastmtp") or f.model_type("mtp")
+    return f.chain is None and (named or by_keys)
 
 
 def _dflash2(f: _Facts) -> bool:
@@ -63,7 +67,23 @@ def _domino(f: _Facts) -> bool:
 
 
 def _other_algorithm(f: _Facts) -> bool:
-    return f.algorithm is not None and f.algorithm not in ("dspark", "dflash")
+    return f.algorithm is not None and f.algorithm not in ("dspark", "dflash", "eagle3")
+
+
+def _gemma4(f: _Facts) -> bool:
+    return any(model_type in _GEMMA4 for model_type in f.model_types)
+
+
+def _gemma4_sliding(f: _Facts) -> bool:
+    """The reference runs every layer of a Gemma 4 drafter as a full one, whatever its ``layer_types`` say."""
+    return _gemma4(f) and any("sliding_attention" in types for types in f.values.get("layer_types", ()))
+
+
+def _experts(f: _Facts) -> bool:
+    """A dense Gemma 4 drafter copies the numbers of its target's experts; ``enable_moe_block`` decides."""
+    if _gemma4(f):
+        return f.true("enable_moe_block")
+    return f.true(*_EXPERT_KEYS) or f.model_type("moe")
 
 
 def _mask_row(f: _Facts) -> bool:
@@ -72,14 +92,16 @@ def _mask_row(f: _Facts) -> bool:
 
 # (name in the message, does it apply?), most specific first.
 _REFUSED: tuple[tuple[str, Callable[[_Facts], bool]], ...] = (
-    ("EAGLE-3 drafters", _eagle3),
-    ("MTP drafters", _mtp),
+    ("EAGLE-1 and EAGLE-2 drafters", lambda f: f.algorithm == "eagle"),
+    ("EAGLE-3 drafters in another layout than DeepSpec's or speculators'", _other_eagle3),
+    ("MTP drafters in another layout than ours (MTP layers of a target, speculators')", _other_mtp),
     ("DFlash2 drafters", _dflash2),
     ("Domino drafters", _domino),
     ("drafters of speculators_model_type {algorithm!r}", _other_algorithm),
     ("drafters inside a DeepSeek-V4 checkpoint", lambda f: f.model_type("deepseek")),
-    ("Gemma drafters (gemma4)", lambda f: f.model_type("gemma")),
-    ("mixture-of-experts drafters", lambda f: f.true(*_EXPERT_KEYS) or f.model_type("moe")),
+    ("Gemma drafters other than gemma4_text", lambda f: f.model_type("gemma") and not _gemma4(f)),
+    ("Gemma drafters with sliding layers", _gemma4_sliding),
+    ("mixture-of-experts drafters", _experts),
     ("drafters with causal blocks (causal true)", lambda f: f.true("causal")),
     ("drafters with attention sinks (attention_sink_bias true)", lambda f: f.true("attention_sink_bias")),
     ("drafters with gated attention (attn_output_gate true)", lambda f: f.true("attn_output_gate")),

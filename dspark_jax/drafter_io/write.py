@@ -7,6 +7,7 @@ from typing import Any
 
 from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.config_io import decoder_config_to_hf
+from dspark_jax.drafter_io.chains import NORM_KEYS
 from dspark_jax.drafter_io.formats import slots_of_drafts
 
 
@@ -16,14 +17,21 @@ def _backbone_to_hf(decoder: DecoderConfig) -> dict[str, Any]:
     return out
 
 
+def _family(decoder: DecoderConfig) -> str:
+    return decoder.family.split("_")[0].capitalize()  # gemma4_text, gemma4_unified_text: Gemma4
+
+
 def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     """``config.json`` in DeepSpec's layout, with the keys its own classes and other engines read.
 
     Our extensions (``draft_vocab_size``, ``block_widths``, ``sample_from_anchor`` for the fill-in layout) are
-    written only where they say something. ``num_anchors`` is a training setting that its class demands.
+    written only where they say something. ``num_anchors`` is a training setting that its class demands. MTP has no
+    class there: the layout is ours (``"method": "mtp"``).
     """
+    if config.chain:
+        return _chain_to_hf(config)
     out = _backbone_to_hf(config.decoder)
-    family = {"qwen3": "Qwen3"}.get(config.decoder.family, config.decoder.family.capitalize())
+    family = _family(config.decoder)
     out.update(
         architectures=[f"{family}DSparkModel"],
         block_size=slots_of_drafts(config.block_size, config.sample_from_anchor),
@@ -47,6 +55,39 @@ def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     return out
 
 
+def _chain_to_hf(config: DrafterConfig) -> dict[str, Any]:
+    """``step_loss_decay`` is a training setting; the norm switches are an extension, named as in speculators."""
+    kind = {"eagle3": "Eagle3", "mtp": "MTP"}[config.method]
+    out = _backbone_to_hf(config.decoder)
+    out.update(
+        architectures=[f"{_family(config.decoder)}{kind}Model"],
+        draft_num_hidden_layers=1,
+        num_target_layers=config.num_target_layers,
+        target_layer_ids=list(config.target_layer_ids),
+    )
+    if config.method == "mtp":
+        out["method"] = "mtp"
+    else:
+        out.update(ttt_length=config.block_size, step_loss_decay=0.8)
+    out |= {key: True for name, key in NORM_KEYS.items() if getattr(config.norms, name)}
+    if config.trimmed:
+        out["draft_vocab_size"] = config.draft_vocab_size
+    return out
+
+
+def _eagle3_to_speculators(config: DrafterConfig, common: dict[str, Any]) -> dict[str, Any]:
+    if config.method != "eagle3" or len(config.target_layer_ids) != 3:
+        raise ValueError(
+            f"speculators' layout holds EAGLE-3 drafters of three feature layers, found {config.method} with"
+            f" {len(config.target_layer_ids)}"
+        )
+    return {
+        **common,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        **{key: getattr(config.norms, name) for name, key in NORM_KEYS.items()},
+    }
+
+
 def drafter_config_to_speculators(
     config: DrafterConfig, *, verifier: str | None = None, verifier_architectures: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -54,13 +95,16 @@ def drafter_config_to_speculators(
 
     Layer ids become indices of the hidden states (+1), and the block layout is always written.
     ``block_widths`` and ``num_target_layers`` have no place there and are dropped.
+
+    Raises ValueError for MTP and for EAGLE-3 of another number of feature layers, which have no place there either.
     """
-    kind = "dspark" if config.markov_rank or config.confidence_head else "dflash"
+    kind = config.method if config.chain else "dspark" if config.markov_rank or config.confidence_head else "dflash"
     slots = slots_of_drafts(config.block_size, config.sample_from_anchor)
     backbone = _backbone_to_hf(config.decoder)
     backbone.pop("architectures", None)
+    names = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
     out: dict[str, Any] = {
-        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "architectures": [names.get(kind, "")],
         "speculators_model_type": kind,
         "speculators_config": {
             "algorithm": kind,
@@ -71,13 +115,17 @@ def drafter_config_to_speculators(
         "transformer_layer_config": backbone,
         "tie_word_embeddings": False,
         "draft_vocab_size": config.draft_vocab_size,
-        "block_size": slots,
         "target_hidden_size": config.decoder.hidden_size,
-        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": True,  # our blocks are bidirectional in every layer
     }
+    if config.chain:
+        return _eagle3_to_speculators(config, out)
+    out.update(
+        block_size=slots,
+        aux_hidden_state_layer_ids=[i + 1 for i in config.target_layer_ids],
+        mask_token_id=config.mask_token_id,
+        sample_from_anchor=config.sample_from_anchor,
+        sliding_window_non_causal=True,  # our blocks are bidirectional in every layer
+    )
     if kind == "dspark":
         out.update(
             markov_rank=config.markov_rank,

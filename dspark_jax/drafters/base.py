@@ -3,10 +3,15 @@
 A drafter never imports a target. It offers
 
     init(slots, length)                                   -> state
-    absorb(state, features, layout)                       -> state      tapped target states become context K/V
+    absorb(state, features, layout, tokens, kept)         -> state      tapped target states become context K/V
     propose(state, anchor, length, num_drafts, sampler)   -> Proposal   one block for every row
 
-and a few facts: ``taps`` (target layers it reads), ``block_size``, ``has_confidence``, ``d2t``.
+and a few facts: ``taps`` (target layers it reads), ``block_size``, ``max_drafts``, ``has_confidence``, ``d2t``.
+
+``absorb`` is told what the target was fed: ``tokens [T]`` of the forward that gave the features, rejected drafts
+included, and how many places of each row stay (``kept [R]``; 0: the row takes no part, its places are garbage). A
+block drafter writes everything ahead and looks at neither; a chain pairs the state of one token with the next token,
+so it needs the tokens, and must know which state is still without a partner.
 """
 
 from __future__ import annotations
@@ -56,6 +61,19 @@ class Sampler(Protocol):
         ...
 
 
+def drafts_of_block(drafter: DrafterModel, wanted: int | None) -> int:
+    """Drafts a block: ``wanted`` (``num_speculative_tokens``), or the drafter's own number where it is None.
+
+    Raises ValueError where the drafter cannot make that many.
+    """
+    most = drafter.max_drafts
+    drafts = drafter.block_size if wanted is None else int(wanted)
+    if drafts < 1 or (most is not None and drafts > most):
+        known = "be at least 1" if most is None else f"lie in 1..{most} (the drafter's block)"
+        raise ValueError(f"num_speculative_tokens must {known}, found {drafts}")
+    return drafts
+
+
 class DrafterModel(Protocol):
     """What ``cycle.py`` needs of a drafter; ``testing.ScriptedDrafter`` implements it without a transformer."""
 
@@ -66,6 +84,9 @@ class DrafterModel(Protocol):
     def block_size(self) -> int: ...
 
     @property
+    def max_drafts(self) -> int | None: ...
+
+    @property
     def has_confidence(self) -> bool: ...
 
     @property
@@ -73,7 +94,7 @@ class DrafterModel(Protocol):
 
     def init(self, slots: int, length: int) -> Any: ...
 
-    def absorb(self, state: Any, features: Array, layout: Layout) -> Any: ...
+    def absorb(self, state: Any, features: Array, layout: Layout, tokens: Array, kept: Array) -> Any: ...
 
     def propose(
         self, state: Any, anchor: Array, length: Array, num_drafts: int, sampler: Sampler, context: int | None = None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import dflash
-from dspark_jax.drafters.base import DraftState, Proposal, Sampler, SharedParams
+from dspark_jax.drafters.base import DraftState, Proposal, Sampler
+from dspark_jax.drafters.loaded import LoadedDrafter
 from dspark_jax.heads.confidence import confidence_logits, confidence_specs
 from dspark_jax.heads.markov import initial_state, markov_bias, markov_hidden, markov_specs
 from dspark_jax.kv_cache import init_cache
 from dspark_jax.layout import Layout
-from dspark_jax.nn.block import fuse_projections
-from dspark_jax.params import init, on_one_device
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.types import Array, PyTree
 
@@ -31,81 +27,19 @@ def drafter_specs(config: DrafterConfig) -> PyTree:
     return specs
 
 
-class Drafter(flax.struct.PyTreeNode):
-    """A loaded drafter; implements the contract of ``drafters/base.py``. A pytree, like ``Target``."""
+class Drafter(LoadedDrafter):
+    """A DSpark or DFlash drafter; implements the contract of ``drafters/base.py``."""
 
-    params: PyTree
-    shared: SharedParams
-    calibration: Any
-    config: DrafterConfig = flax.struct.field(pytree_node=False)
-    name: str = flax.struct.field(pytree_node=False)
-    vocab_limit: int = flax.struct.field(pytree_node=False)
-
-    @classmethod
-    def build(
-        cls,
-        params: PyTree,
-        config: DrafterConfig,
-        *,
-        embed: Array,
-        head: Array,
-        d2t: Array | None = None,
-        calibration: Any = None,
-        name: str = "",
-        vocab_limit: int | None = None,
-        fuse: bool | None = None,
-    ) -> Drafter:
-        """Wraps a parameter tree of ``drafter_specs(config)``.
-
-        Args:
-            embed: ``[V, d]``. head: ``[Vd, d]``, rows in draft ids. d2t: ``[Vd]`` int32 target ids, or None.
-            vocab_limit: target ids at or beyond it are never drafted; None: the vocabulary size.
-            fuse: q, k, v and gate, up as one matrix each, for decoding; None: on one CPU device.
-        """
-        if fuse is None:
-            fuse = jax.default_backend() == "cpu" and on_one_device(params)
-        if fuse:
-            params = {**params, "layers": [fuse_projections(layer) for layer in params["layers"]]}
-        if head.shape[0] != config.draft_vocab_size:
-            raise ValueError(f"head has {head.shape[0]} rows for a draft vocabulary of {config.draft_vocab_size}")
-        if (d2t is None) != (not config.trimmed):
-            raise ValueError("a trimmed draft vocabulary needs its d2t map, and a whole one has none")
-        limit = config.decoder.vocab_size if vocab_limit is None else vocab_limit
-        return cls(params, SharedParams(embed, head, d2t), calibration, config, name, limit)
-
-    @classmethod
-    def random(
-        cls, config: DrafterConfig, key: Array, *, embed: Array, head: Array, d2t: Array | None = None
-    ) -> Drafter:
-        """A drafter with random weights, for tests and speed measurements."""
-        params = init(drafter_specs(config), key, embed.dtype)
-        return cls.build(params, config, embed=embed, head=head, d2t=d2t)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs it reads."""
-        return self.config.target_layer_ids
-
-    @property
-    def block_size(self) -> int:
-        """G, drafts of a whole block."""
-        return self.config.block_size
-
-    @property
-    def has_confidence(self) -> bool:
-        """Proposals carry confidence logits."""
-        return self.config.confidence_head
-
-    @property
-    def d2t(self) -> Array | None:
-        """Target ids of the draft vocabulary, None where it is whole."""
-        return self.shared.d2t
+    @staticmethod
+    def specs(config: DrafterConfig) -> PyTree:
+        """See ``drafter_specs``."""
+        return drafter_specs(config)
 
     def init(self, slots: int, length: int) -> DraftState:
         """An empty context cache."""
         return DraftState(init_cache(self.config.decoder.layers, slots, length, self.shared.embed.dtype))
 
-    def absorb(self, state: DraftState, features: Array, layout: Layout) -> DraftState:
+    def absorb(self, state: DraftState, features: Array, layout: Layout, tokens: Array, kept: Array) -> DraftState:
         """Tapped target states ``[T, m * d]`` become context keys and values at their positions."""
         with jax.named_scope("absorb"):
             return dflash.absorb(self.config, self.params, state, features, layout)

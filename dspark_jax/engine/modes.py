@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dspark_jax.drafters.base import drafts_of_block
 from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.policy import Plain, Policy, Threshold
@@ -26,7 +27,7 @@ def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list
         return "none", Plain(0), notes
     if mode == "none":
         return "none", Plain(0), notes
-    drafts = _drafts(config, drafter)
+    drafts = drafts_of_block(drafter, config.num_speculative_tokens)
     if mode == "threshold" and not drafter.has_confidence:
         raise ValueError("mode 'threshold' needs a drafter with a confidence head")
     if mode in ADAPTIVE and not drafter.has_confidence:
@@ -39,14 +40,3 @@ def choose_policy(config: EngineConfig, drafter: Any) -> tuple[str, Policy, list
     if policy.reads_back and config.overlap:
         notes.append(f"mode {mode} reads scores back before it verifies: cycles do not overlap")
     return mode, policy, notes
-
-
-def _drafts(config: EngineConfig, drafter: Any) -> int:
-    wanted = config.num_speculative_tokens
-    if wanted is None:
-        return int(drafter.block_size)
-    if wanted > drafter.block_size:
-        raise ValueError(
-            f"num_speculative_tokens must lie in 1..{drafter.block_size} (the drafter's block), found {wanted}"
-        )
-    return int(wanted)

@@ -20,14 +20,15 @@ import numpy as np
 from dspark_jax.config import Sampling
 from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.dflash import base_logits
-from dspark_jax.evaluate.rounds import CELLS, Arrays, Models, Round, Rounds, softmax
+from dspark_jax.evaluate.chain_rounds import ChainRounds
+from dspark_jax.evaluate.rounds import CELLS, Arrays, Models, Rounds, softmax
 from dspark_jax.generate import GenerateOutput, generate
 from dspark_jax.heads.confidence import confidence_logits
 from dspark_jax.heads.markov import markov_bias, teacher_forced
 from dspark_jax.load import load_drafter, load_target
 from dspark_jax.types import EMPTY
 
-FAMILIES, DRAFTERS = ("qwen3", "llama"), ("dspark", "dflash")
+FAMILIES, DRAFTERS = ("qwen3", "llama", "gemma4"), ("dspark", "dflash", "eagle3")
 """What a case's kind may begin and end with."""
 
 STORED_ROUNDS = 3
@@ -142,15 +143,17 @@ def rounds(case: Case) -> Arrays:
     for i in range(case.prompts):
         margin = np.inf
         limit = len(case.prompt(i)) + case.max_new_tokens
-        walk = Rounds(case.models, case.prompt(i), limit + case.models.drafter.block_size + 1)
+        kind = ChainRounds if case.models.drafter.config.chain else Rounds
+        walk = kind(case.models, case.prompt(i), limit + case.models.drafter.block_size + 1)
         for j in range(case.max_new_tokens):
             if walk.start >= limit:  # the reference's own end: it may run one round more than generate()
                 break
             step = walk.next()
-            best = np.sort(step.corrected_logits, axis=-1)
+            best = np.sort(step.draft_logits, axis=-1)
             margin = min(margin, float((best[:, -1] - best[:, -2]).min()))
             if j < STORED_ROUNDS:
-                out |= _round_arrays(case, f"p{i}.r{j}", step, with_cache=(i, j) == (1, 2))
+                found = step.arrays(case.models, with_cache=(i, j) == (1, 2))
+                out |= {f"p{i}.r{j}.{name}": value for name, value in found.items()}
         out[f"p{i}.gen.min_draft_margin"] = np.asarray(margin, np.float32)
     return out
 
@@ -236,34 +239,6 @@ def _margins(case: Case, i: int, ids: np.ndarray) -> np.ndarray:
     _, _, logits = case.models.prefill(np.concatenate([prompt, ids[:-1]]))
     best = np.sort(logits[len(prompt) - 1 :], axis=-1)
     return best[:, -1] - best[:, -2]
-
-
-def _round_arrays(case: Case, prefix: str, step: Round, with_cache: bool) -> Arrays:
-    drafter = case.models.drafter
-    k, before, start = drafter.block_size, step.cache_length_before, step.start
-    p, q = softmax(step.verify_logits[:k]), softmax(case.models.to_target_ids(step.corrected_logits))
-    mask = drafter.config.mask_token_id
-    out: dict[str, Any] = {
-        "start": start,
-        "cache_len_before": before,
-        "cache_len_after": start,
-        "context_features": step.context_features,
-        "block_input_ids": np.asarray([step.anchor, *[mask] * (k - 1)]),
-        "position_ids": np.arange(before, start + k),
-        "block_hidden": step.block_hidden,
-        "base_logits": step.base_logits,
-        "corrected_logits": step.corrected_logits,
-        "draft_tokens": step.draft_tokens,
-        "verify_logits": step.verify_logits,
-        "accepted_draft_tokens": step.accepted,
-        "next_token": step.next_token,
-        "accept_rate_t1": np.minimum(p, q).sum(-1),
-    }
-    if step.confidence_logits is not None:
-        out["confidence_logits"] = step.confidence_logits
-    if with_cache:
-        out["cache_k"], out["cache_v"] = step.cache_k, step.cache_v
-    return {f"{prefix}.{name}": np.asarray(value) for name, value in out.items()}
 
 
 @jax.jit

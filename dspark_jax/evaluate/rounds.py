@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.drafters import Drafter
+from dspark_jax.drafters import Drafter, LoadedDrafter
 from dspark_jax.drafters.dflash import base_logits
 from dspark_jax.heads.confidence import confidence_logits
 from dspark_jax.heads.markov import initial_state, markov_bias, markov_hidden
@@ -35,7 +35,7 @@ class Models:
     """A target and its drafter."""
 
     target: Target
-    drafter: Drafter
+    drafter: LoadedDrafter
 
     def prefill(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Final states ``[n, d]``, tapped features ``[n, m * d]`` and logits ``[n, V]`` of a text."""
@@ -82,9 +82,41 @@ class Round:
     cache_k: np.ndarray  # [layers, Hk, start, D]: the drafter's context
     cache_v: np.ndarray
 
+    @property
+    def draft_logits(self) -> np.ndarray:
+        """``[K, Vd]``: what the drafts were taken from."""
+        return self.corrected_logits
 
-class Rounds:
-    """Walks greedy rounds over one prompt."""
+    def arrays(self, models: Models, with_cache: bool) -> Arrays:
+        """The round under the reference's keys."""
+        k, before, start = len(self.draft_tokens), self.cache_length_before, self.start
+        p, q = softmax(self.verify_logits[:k]), softmax(models.to_target_ids(self.corrected_logits))
+        mask = models.drafter.config.mask_token_id
+        out: dict[str, Any] = {
+            "start": start,
+            "cache_len_before": before,
+            "cache_len_after": start,
+            "context_features": self.context_features,
+            "block_input_ids": np.asarray([self.anchor, *[mask] * (k - 1)]),
+            "position_ids": np.arange(before, start + k),
+            "block_hidden": self.block_hidden,
+            "base_logits": self.base_logits,
+            "corrected_logits": self.corrected_logits,
+            "draft_tokens": self.draft_tokens,
+            "verify_logits": self.verify_logits,
+            "accepted_draft_tokens": self.accepted,
+            "next_token": self.next_token,
+            "accept_rate_t1": np.minimum(p, q).sum(-1),
+        }
+        if self.confidence_logits is not None:
+            out["confidence_logits"] = self.confidence_logits
+        if with_cache:
+            out["cache_k"], out["cache_v"] = self.cache_k, self.cache_v
+        return {name: np.asarray(value) for name, value in out.items()}
+
+
+class Walk:
+    """Where greedy rounds over one prompt stand; a kind of drafter adds the round itself."""
 
     def __init__(self, models: Models, prompt: np.ndarray, cells: int = 0) -> None:
         self.models, self.start, self._before = models, len(prompt), 0
@@ -98,51 +130,58 @@ class Rounds:
         self._features = np.asarray(outputs[1])[: len(prompt)]
         self._anchor = int(np.asarray(outputs[2])[len(prompt) - 1].argmax())
 
-    def next(self) -> Round:
-        """The next round; the anchor moves behind what it accepted.
+    def _run(self, one_round: Any) -> dict[str, Any]:
+        """Outputs of ``one_round`` (compiled) on the host, None where it has none; the caches move on.
 
         Raises ValueError where the cache is full.
         """
         if self.start + self.models.drafter.block_size + 1 > self._room:
             raise ValueError(f"no room for a round at position {self.start}: the walk has {self._room} cells")
-        start, cells = self.start, [np.asarray(a) for a in (*self._state.cache.k, *self._state.cache.v)]
-        half = len(cells) // 2
-        out, self._cache, self._state = _round(
-            self.models.target,
-            self.models.drafter,
-            self._cache,
-            self._state,
-            jnp.asarray([self._anchor], jnp.int32),
-            jnp.asarray([start], jnp.int32),
+        anchor, start = jnp.asarray([self._anchor], jnp.int32), jnp.asarray([self.start], jnp.int32)
+        out, self._cache, self._state = one_round(
+            self.models.target, self.models.drafter, self._cache, self._state, anchor, start
         )
-        values: dict[str, Any] = {name: None if a is None else np.asarray(a) for name, a in out.items()}
-        choice = values["verify_logits"].argmax(-1)
-        same = values["draft_tokens"] == choice[:-1]
-        accepted = int(np.cumprod(same).sum())
-        features = values.pop("features")
-        result = Round(
+        return {name: None if a is None else np.asarray(a) for name, a in out.items()}
+
+    def _move_on(self, drafts: np.ndarray, verify_logits: np.ndarray, features: np.ndarray) -> tuple[int, int]:
+        """(accepted drafts, next token); the anchor moves behind what was accepted."""
+        choice = verify_logits.argmax(-1)
+        accepted = int(np.cumprod(drafts == choice[:-1]).sum())
+        self._before, self._features = self.start, features[: accepted + 1]
+        self._anchor, self.start = int(choice[accepted]), self.start + accepted + 1
+        return accepted, self._anchor
+
+
+class Rounds(Walk):
+    """Walks greedy rounds of a block drafter over one prompt."""
+
+    def next(self) -> Round:
+        """The next round. Raises ValueError where the cache is full."""
+        start, before, anchor, context = self.start, self._before, self._anchor, self._features
+        cells = [np.asarray(a) for a in (*self._state.cache.k, *self._state.cache.v)]
+        half = len(cells) // 2
+        values = self._run(_round)
+        accepted, token = self._move_on(values["draft_tokens"], values["verify_logits"], values.pop("features"))
+        return Round(
             start=start,
-            cache_length_before=self._before,
-            anchor=self._anchor,
-            context_features=self._features,
+            cache_length_before=before,
+            anchor=anchor,
+            context_features=context,
             accepted=accepted,
-            next_token=int(choice[accepted]),
+            next_token=token,
             cache_k=np.stack([a[0, :, :start] for a in cells[:half]]),
             cache_v=np.stack([a[0, :, :start] for a in cells[half:]]),
             **values,
         )
-        self._before, self._features = start, features[: accepted + 1]
-        self._anchor, self.start = result.next_token, start + accepted + 1
-        return result
 
 
-def _prefill_impl(target: Target, drafter: Drafter, tokens: Array, count: Array, cells: int) -> Any:
+def _prefill_impl(target: Target, drafter: LoadedDrafter, tokens: Array, count: Array, cells: int) -> Any:
     size = tokens.shape[0]
     layout = dense_layout(jnp.zeros(1, jnp.int32), count, size)
     hidden, features, cache = target.forward(
         tokens, layout, target.init_cache(1, cells), taps=drafter.taps, context=size
     )
-    state = drafter.absorb(drafter.init(1, cells), features, layout)
+    state = drafter.absorb(drafter.init(1, cells), features, layout, tokens, count)
     return (hidden, features, target.unembed(hidden)), cache, state
 
 
@@ -177,7 +216,7 @@ def _round_impl(target: Target, drafter: Drafter, cache: Any, state: Any, anchor
         "verify_logits": target.unembed(final),
         "features": features,
     }
-    return out, cache, drafter.absorb(state, features, layout)
+    return out, cache, drafter.absorb(state, features, layout, tokens, layout.count)
 
 
 _prefill = jax.jit(_prefill_impl, static_argnums=(4,))

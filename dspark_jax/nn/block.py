@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DecoderConfig, LayerConfig
@@ -23,14 +24,16 @@ from dspark_jax.types import Array, PyTree
 Aux = TypeVar("Aux")
 
 
-def layer_specs(config: DecoderConfig, layer: LayerConfig, prefix: str) -> PyTree:
-    """Parameters of one layer; ``prefix`` is e.g. ``model.layers.3.``."""
+def layer_specs(config: DecoderConfig, layer: LayerConfig, prefix: str, attention_inputs: int = 0) -> PyTree:
+    """Parameters of one layer; ``prefix`` is e.g. ``model.layers.3.``. ``attention_inputs``: width of what the
+    attention reads, where that is not the residual stream (0: d)."""
     d, ff = config.hidden_size, config.intermediate_size
+    inner = attention_inputs or d
     q_out, kv_out = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
 
-    def matrix(name: str, out: int, inner: int, axes: tuple[str | None, str | None]) -> ParamSpec:
-        scale = 1.0 / math.sqrt(inner)
-        return ParamSpec((out, inner), axes, f"{prefix}{name}.weight", scale=scale)
+    def matrix(name: str, out: int, width: int, axes: tuple[str | None, str | None]) -> ParamSpec:
+        scale = 1.0 / math.sqrt(width)
+        return ParamSpec((out, width), axes, f"{prefix}{name}.weight", scale=scale)
 
     def bias(name: str, out: int, axis: str | None) -> ParamSpec:
         return ParamSpec((out,), (axis,), f"{prefix}{name}.bias", init="zeros")
@@ -39,15 +42,16 @@ def layer_specs(config: DecoderConfig, layer: LayerConfig, prefix: str) -> PyTre
         return ParamSpec((size,), (None,), f"{prefix}{name}.weight", init="ones")
 
     attn = {
-        "q_proj": matrix("self_attn.q_proj", q_out, d, ("heads", "embed")),
-        "k_proj": matrix("self_attn.k_proj", kv_out, d, ("kv_heads", "embed")),
+        "q_proj": matrix("self_attn.q_proj", q_out, inner, ("heads", "embed")),
+        "k_proj": matrix("self_attn.k_proj", kv_out, inner, ("kv_heads", "embed")),
         "o_proj": matrix("self_attn.o_proj", d, q_out, ("embed", "heads")),
     }
     if not layer.k_eq_v:
-        attn["v_proj"] = matrix("self_attn.v_proj", kv_out, d, ("kv_heads", "embed"))
+        attn["v_proj"] = matrix("self_attn.v_proj", kv_out, inner, ("kv_heads", "embed"))
     if config.attention_bias:
         for name, out, axis in (("q", q_out, "heads"), ("k", kv_out, "kv_heads"), ("v", kv_out, "kv_heads")):
-            attn[f"{name}_bias"] = bias(f"self_attn.{name}_proj", out, axis)
+            if f"{name}_proj" in attn:
+                attn[f"{name}_bias"] = bias(f"self_attn.{name}_proj", out, axis)
         attn["o_bias"] = bias("self_attn.o_proj", d, None)
     if config.qk_norm:
         attn["q_norm"] = norm("self_attn.q_norm", layer.head_dim)
@@ -162,14 +166,16 @@ def layer_forward(
     x: Array,
     tables: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Aux]],
+    inputs: Array | None = None,
 ) -> tuple[Array, Aux]:
     """One layer on flat tokens ``[T, d]``.
 
     ``attend(q [T,H,D], k [T,Hk,D], v [T,Hk,D]) -> (out [T,H,D], aux)``; aux (a cache) is handed through.
+    ``inputs [T, ...]``: what the attention reads; None: the input norm of ``x``.
     """
     eps = config.rms_norm_eps
     tokens = x.shape[0]
-    h = rms_norm(x, params["input_layernorm"], eps)
+    h = rms_norm(x, params["input_layernorm"], eps) if inputs is None else inputs
     attn = params["attn"]
     kv_size = layer.num_kv_heads * layer.head_dim
     kv_names = ("k",) if layer.k_eq_v else ("k", "v")
@@ -192,5 +198,6 @@ def layer_forward(
         h = rms_norm(x, params["post_attention_layernorm"], eps)
         x = x + gated_mlp(params["mlp"], h, config.activation)
     if config.layer_scalar:
-        x = x * params["layer_scalar"][None, :]
+        # A stored buffer of the reference, never learnt.
+        x = x * jax.lax.stop_gradient(params["layer_scalar"])[None, :]
     return x, aux

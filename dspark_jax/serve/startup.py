@@ -146,6 +146,13 @@ def _load_drafter(args: ServeArgs, target: Any, mesh: Any, say: Say) -> tuple[An
             raise
         say(f"WARNING the shipped drafter is missing, plain decoding instead: {error}")
         return None, dataclasses.replace(speculation, drafter=None)
+    except ValueError as error:
+        if speculation.method == "mtp" and speculation.drafter == args.model:
+            raise UsageError(
+                "argument --speculative-config: MTP layers inside a target's checkpoint are not read: name a directory "
+                f'of an MTP module as "model" ({error})'
+            ) from error
+        raise
     found = getattr(getattr(drafter, "config", None), "method", None)
     if None not in (speculation.method, found) and speculation.method != found:
         raise UsageError(

@@ -55,6 +55,15 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def keep_buffers(updates: Any) -> Any:
+    """Updates that leave the stored buffers of a drafter (Gemma's ``layer_scalar``) alone: no decay either."""
+
+    def kept(path: Any, update: Array) -> Array:
+        return jnp.zeros_like(update) if getattr(path[-1], "key", None) == "layer_scalar" else update
+
+    return jax.tree_util.tree_map_with_path(kept, updates)
+
+
 def optimizer(config: OptimConfig, rate: Any) -> optax.GradientTransformation:
     """Clipping, then AdamW with decoupled weight decay, at the learning rate ``rate``.
 

@@ -18,7 +18,7 @@ from dspark_jax.nn.linear import linear
 from dspark_jax.train.config import LossConfig, OptimConfig
 from dspark_jax.train.objective import Frozen, Lesson, acceptance, loss, prepare
 from dspark_jax.train.objective import blocks as pack_blocks
-from dspark_jax.train.optim import optimizer
+from dspark_jax.train.optim import keep_buffers, optimizer
 from dspark_jax.types import Array, PyTree
 
 
@@ -75,7 +75,7 @@ def make_train_step(
         good = jnp.isfinite(total) & jnp.isfinite(norm)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),
-            (optax.apply_updates(state.params, updates), opt_state),
+            (optax.apply_updates(state.params, keep_buffers(updates)), opt_state),
             (state.params, state.opt_state),
         )
         state = dataclasses.replace(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import DrafterConfig, LayerConfig
 from dspark_jax.data.records import Records
 from dspark_jax.drafters.dspark import drafter_specs
 from dspark_jax.nn.block import split_projections
@@ -99,6 +99,10 @@ def bigram_factors(
     return w1, np.asarray(tables[1])
 
 
+def _shape(layer: LayerConfig) -> tuple[int, int, bool]:
+    return layer.num_kv_heads, layer.head_dim, layer.k_eq_v
+
+
 def initial_params(
     target: Target,
     config: DrafterConfig,
@@ -120,6 +124,10 @@ def initial_params(
     if copy_layers:
         if target.stacked or len(copy_layers) != config.decoder.num_layers:
             raise ValueError(f"copy_layers needs {config.decoder.num_layers} layers of an unrolled target")
+        shapes = [_shape(layer) for layer in config.decoder.layers]
+        other = [i for i, shape in zip(copy_layers, shapes, strict=True) if _shape(target.config.layers[i]) != shape]
+        if other:
+            raise ValueError(f"copy_layers: layers {other} of the target have not the shape of the drafter's")
         layers = [
             split_projections(target.config, target.config.layers[i], target.params["layers"][i]) for i in copy_layers
         ]

@@ -23,7 +23,7 @@ from tests.engine.cases import step_times
 
 class Drafter:
     def __init__(self, has_confidence: bool = True) -> None:
-        self.block_size, self.has_confidence = 3, has_confidence
+        self.block_size, self.max_drafts, self.has_confidence = 3, 3, has_confidence
 
 
 def tenant(number: int, **request: Any) -> Tenant:

@@ -67,7 +67,8 @@ def propose(drafter: Drafter, features: Array, anchor: Array, length: Array, dra
     rows, cells = features.shape[:2]
     layout = dense_layout(jnp.zeros(rows, jnp.int32), jnp.full(rows, cells), cells)
     state = drafter.init(rows, cells + drafter.block_size)
-    state = drafter.absorb(state, features.reshape(rows * cells, -1), layout)
+    nothing = jnp.zeros(rows * cells, jnp.int32)
+    state = drafter.absorb(state, features.reshape(rows * cells, -1), layout, nothing, layout.count)
     block = drafter.propose(state, anchor, length, drafts, Greedy())
     assert block.confidence_logits is not None
     return block.tokens, block.log_q, block.confidence_logits

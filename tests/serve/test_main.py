@@ -140,10 +140,12 @@ def loaders(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         tokenizer=SimpleNamespace(eos_token_id=3),
     )
     drafter = SimpleNamespace(config=SimpleNamespace(method="dspark"), block_size=7)
-    fakes = SimpleNamespace(target=target, drafter=drafter, calls=[])
+    fakes = SimpleNamespace(target=target, drafter=drafter, calls=[], broken=None)
 
     def load_drafter(path: str, target: Any, **kwargs: Any) -> Any:
         fakes.calls.append((path, kwargs))
+        if fakes.broken is not None:
+            raise ValueError(fakes.broken)
         if fakes.drafter is None:
             raise FileNotFoundError(f"{path}: not shipped yet")
         return fakes.drafter
@@ -205,6 +207,23 @@ def test_method_none_and_a_model_without_config_decode_plainly(loaders: SimpleNa
     for argv in (["m"], ["--speculative-config", '{"method": "none"}']):
         assert load(argv)[0].engine.config.mode == "none"
     assert loaders.calls == []
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_chains_are_served_with_blocks_of_any_length(loaders: SimpleNamespace, method: str) -> None:
+    loaders.drafter.config.method = method
+    config = f'{{"method": "{method}", "model": "d", "num_speculative_tokens": 12}}'
+    loaded, lines = load(["m", "--speculative-config", config])
+    assert loaded.engine.config.num_speculative_tokens == 12
+    assert any(line.startswith(f"loaded drafter d: {method}") for line in lines)
+
+
+def test_mtp_layers_of_a_target_are_refused_saying_what_to_name(loaders: SimpleNamespace) -> None:
+    loaders.broken = "m/config.json: no block_size"
+    with pytest.raises(UsageError, match='MTP layers inside.*as "model" .m/config.json: no block_size'):
+        load(["m", "--speculative-config", '{"method": "mtp"}'])
+    with pytest.raises(ValueError, match="^m/config.json: no block_size"):
+        load(["m", "--speculative-config", '{"method": "eagle3", "model": "d"}'])
 
 
 def test_flags_that_cannot_be_honoured_are_errors_or_said(loaders: SimpleNamespace) -> None:

@@ -15,7 +15,7 @@ from dspark_jax.drafters.base import SharedParams
 from dspark_jax.drafters.dspark import drafter_specs
 from tests.oracle import oracle_dir
 
-CASES = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash")
+CASES = ("qwen3_dspark_vanilla", "qwen3_dspark_gated", "qwen3_dspark_rnn", "qwen3_dflash", "gemma4_dspark")
 
 
 class Case(NamedTuple):

@@ -124,7 +124,9 @@ def test_every_width_equals_decoding_at_that_width(widths: tuple[int, ...], wind
 
     @jax.jit
     def decoded(features: jax.Array) -> list[Proposal]:
-        state = drafter.absorb(drafter.init(1, length + 8), features.reshape(length, -1), layout)
+        state = drafter.absorb(
+            drafter.init(1, length + 8), features.reshape(length, -1), layout, tokens[0], layout.count
+        )
         blocks = []
         for i, width in enumerate(widths):
             ahead = jnp.arange(width) + anchors[0, i] + 1
