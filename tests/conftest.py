@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 # Before jax is imported anywhere: it reads the platform once, at its first use.
@@ -18,10 +19,15 @@ if _PLATFORM != "default":
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import absl.logging  # noqa: E402 - comes with orbax
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# absl's handler keeps the stderr of its import, which is pytest's, and closes it when logging is configured (uvicorn
+# does) while a test has put another stderr in place. The process's own stderr it leaves alone.
+absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 _SERVER_PACKAGES = ("fastapi", "uvicorn", "openai", "httpx")
 

@@ -11,10 +11,11 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
+from dspark_jax.generate import generate
 from dspark_jax.nn.norm import rms_norm
 from dspark_jax.testing import ScriptedTarget, tiny_target
 from tests.drafters.chain_cases import tiny_chain
-from tests.engine.cases import engine_config, expected, run_all
+from tests.engine.cases import engine_config, expected, run_all, step_times
 
 VOCAB, BLOCK = 7, 5
 
@@ -51,11 +52,38 @@ def test_engine_and_generate_run_the_same_cycles_with_a_chain() -> None:
     assert np.mean(got[1][1]) > 1.3, got
 
 
-def test_modes_that_need_confidences_fall_back_and_say_so() -> None:
+def test_a_chain_that_was_not_asked_for_a_while_drafts_as_if_it_had_absorbed_every_token() -> None:
+    """No confidence head: ``lagged`` learns acceptance by position. Drafts never pay here, so all but the probes are
+    skipped, and what a probe keeps must be what ``generate`` keeps that begins at the same token with a whole context.
+    """
     both = models()
-    engine = Engine(*both, engine_config(mode="lagged"))
-    assert engine.mode == "fixed" and engine.buckets.drafts == 4
-    assert any("no confidence head" in note for note in engine.notes)
+    config = engine_config(mode="lagged", step_time=step_times(slope=50.0), num_speculative_tokens=BLOCK)
+    engine = Engine(*both, config)
+    assert engine.mode == "lagged" and any("learns acceptance by position" in note for note in engine.notes)
+    prompt, new = [3, 1, 4, 1, 5], 48
+    engine.submit(Request(prompt, new, Sampling(0.0)))
+    (result,) = engine.run().values()
+    probes = [i for i, offered in enumerate(result.offered) if offered]
+    assert len(probes) >= 2 and len(result.offered) - len(probes) > 20
+    assert engine.counters()["absorbed_later"] > 20
+
+    text = prompt + result.tokens
+    # The anchor of cycle i is the last of 1 + sum(committed[:i]) new tokens; its prompt is all before it.
+    before = [len(prompt) + sum(result.committed[:i]) for i in probes]
+    padded = np.zeros((len(before), len(text)), np.int32)
+    for row, n in enumerate(before):
+        padded[row, :n] = text[:n]
+    seeds = jnp.zeros(len(before), jnp.uint32)
+    out = generate(
+        *both, jnp.asarray(padded), jnp.asarray(before, jnp.int32), seeds=seeds, max_new_tokens=BLOCK + 2,
+        sampling=Sampling(0.0), num_speculative_tokens=BLOCK,
+    )  # fmt: skip
+    whole = np.asarray(out.committed[:, 0])  # of a block of which the engine's program has room for the first drafts
+    assert [result.committed[i] for i in probes] == np.minimum(whole, [result.offered[i] + 1 for i in probes]).tolist()
+    assert out.tokens[:, 0].tolist() == [text[n] for n in before]
+    assert max(result.committed[i] for i in probes) > 1
+
+
+def test_a_threshold_needs_confidences() -> None:
     with pytest.raises(ValueError, match="needs a drafter with a confidence head"):
-        Engine(*both, engine_config(mode="threshold"))
-    engine.submit(Request((1, 2), 3))
+        Engine(*models(), engine_config(mode="threshold"))

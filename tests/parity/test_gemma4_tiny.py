@@ -84,6 +84,7 @@ def tiny() -> tuple[Target, Drafter]:
     return Target.build(params, config), drafter
 
 
+@pytest.mark.slow
 def test_drafting_changes_no_token_of_sampled_text(x64: None) -> None:
     """Two prompts, one shorter and one longer than the window; every round rolls the caches back. (Greedy text is the
     oracle's matter.)"""

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_array_of_an_unseen_layout_is_the_reference_models(name: str, tmp_path: Path) -> None:
     made_up = MadeUp(tmp_path, len(name), *LAYOUTS[name])

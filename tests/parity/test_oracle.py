@@ -15,11 +15,11 @@ import pytest
 from dspark_jax.evaluate.parity import compute, load_case
 from tests.oracle import oracle_dir
 
-CASES = (
+CASES = (  # one of each way through the code by default, all of them in CI
     "qwen3_dspark_vanilla",
-    "qwen3_dspark_gated",
-    "qwen3_dspark_rnn",
-    "qwen3_dflash",
+    pytest.param("qwen3_dspark_gated", marks=pytest.mark.slow),
+    pytest.param("qwen3_dspark_rnn", marks=pytest.mark.slow),
+    pytest.param("qwen3_dflash", marks=pytest.mark.slow),
     "qwen3_eagle3",
     "gemma4_dspark",
 )
