@@ -4,7 +4,8 @@
 
 Every prompt is decoded by every arm (plain, and each number of draft tokens) in one run, in rotating order. Only
 decoding is timed: from a request's first token to its last. The plain arm is the engine without a drafter, on the
-same fast path. Reports tokens per second, their ratio to plain (of totals, and the median over prompts), accepted
+same fast path; the adaptive one decides each cycle from confidences and the step times it measured at its start.
+Reports tokens per second, their ratio to plain (of totals, and the median over prompts), accepted
 length (tokens kept a cycle, bonus included; the last cycle of a text that reached the limit is left out) and how many
 texts equal the plain one.
 """
@@ -63,12 +64,13 @@ def read_prompts(path: str, limit: int) -> list[str]:
 
 
 def build_arms(args: argparse.Namespace, target: Any, drafter: Any) -> list[Arm]:
-    """Plain first, then one arm for each number of draft tokens."""
+    """Plain first, then one arm for each number of draft tokens, then the adaptive one."""
     shared = {"max_num_seqs": 1, "max_model_len": args.max_model_len, "overlap": False}
     arms = [Arm("plain", Engine(target, None, EngineConfig(mode="none", **shared)))]
     for k in map(int, args.drafts.split(",")):
         config = EngineConfig(mode="fixed", num_speculative_tokens=k, **shared)
         arms.append(Arm(f"{k} drafts", Engine(target, drafter, config)))
+    arms.append(Arm("adaptive", Engine(target, drafter, EngineConfig(mode="lagged", **shared))))
     for arm in arms:
         arm.engine.warmup()
         print(f"{arm.name}: ready, mode {arm.engine.mode}", flush=True)
@@ -123,8 +125,11 @@ def main() -> None:
         )
         for j in range(len(arms)):
             arms[(i + j) % len(arms)].decode(request)
+        result = {**start, "temperature": args.temperature, "arms": [row(arm, arms[0]) for arm in arms]}
         print(f"prompt {i + 1}: " + ", ".join(f"{a.name} {a.tokens[-1] / a.seconds[-1]:.1f}" for a in arms), flush=True)
-    write(args.out, {**start, "temperature": args.temperature, "arms": [row(arm, arms[0]) for arm in arms]})
+        if args.out:  # what is there so far survives an interruption
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
 
 
 if __name__ == "__main__":

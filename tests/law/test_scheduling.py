@@ -351,6 +351,7 @@ def test_appendix_a_with_the_forbidden_combination(x64: None) -> None:
     assert one_cycle(search_now, appendix_models()) == pytest.approx(0.85, abs=EXACT)
 
 
+@pytest.mark.slow
 def test_under_coupled_the_search_may_look_at_current_scores(x64: None) -> None:
     """4,096 seeds: the text is that of plain decoding, token for token, whatever was admitted."""
     target, drafter = appendix_models()
@@ -371,6 +372,7 @@ def test_under_coupled_the_search_may_look_at_current_scores(x64: None) -> None:
     assert 1.2 < there.sum() / rows < 2.5
 
 
+@pytest.mark.slow
 def test_an_estimate_that_knows_the_drawn_token_biases(x64: None) -> None:
     """q = (0.4, 0.6); a draft is worth verifying if the probability of the token drawn is above 1/2, so only the
     second letter is verified: accepted with 0.5. 0.4 * 0.7 + 0.6 * 0.5 = 0.58. By the drafter's largest probability,

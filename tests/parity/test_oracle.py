@@ -21,7 +21,7 @@ CASES = (  # one of each way through the code by default, all of them in CI
     pytest.param("qwen3_dspark_rnn", marks=pytest.mark.slow),
     pytest.param("qwen3_dflash", marks=pytest.mark.slow),
     "qwen3_eagle3",
-    "gemma4_dspark",
+    pytest.param("gemma4_dspark", marks=pytest.mark.slow),  # tests/parity/test_gemma4_*.py are quicker
 )
 LENGTHS = ("acceptance_lengths", "accepted_draft_lengths", "proposal_lengths", "round_starts")
 TIGHT = ("accept_rate", "prob_of_label")

@@ -26,6 +26,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "total" in line]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_equals_an_unbroken_one_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, moments, key, cursor and losses; the export reads back as the parameters."""
     target, config = tiny_run.target(), tiny_run.config(tmp_path)
