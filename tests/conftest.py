@@ -39,7 +39,7 @@ def _missing(*packages: str) -> list[str]:
 
 # A GPU machine may have no server packages; tests/serve is then left out (the header says so).
 _MISSING_FOR_SERVER = _missing(*_SERVER_PACKAGES)
-collect_ignore_glob = ["serve/*"] if _MISSING_FOR_SERVER else []
+collect_ignore_glob = ["serve", "serve/*"] if _MISSING_FOR_SERVER else []
 
 
 def cuda_devices() -> list[jax.Device]:

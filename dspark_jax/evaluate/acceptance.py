@@ -123,6 +123,8 @@ def bootstrap_weights(suites: np.ndarray, resamples: int, seed: int = 0) -> np.n
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """2.5 and 97.5 percentiles over the first axis ``[R, ...]``, of the resamples that have a value; NaN where fewer
     than nine of ten have one."""
+    if values.size == 0:  # no drafts: nanpercentile would give one empty row, not two
+        return np.zeros(values.shape[1:]), np.zeros(values.shape[1:])
     enough = np.isfinite(values).mean(0) >= 0.9
     low, high = np.nanpercentile(np.where(enough, values, 0.0), INTERVAL, axis=0)
     return np.where(enough, low, np.nan), np.where(enough, high, np.nan)
