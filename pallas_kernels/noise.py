@@ -28,17 +28,24 @@ def bits(word0: Array, word1: Array, ids: Array) -> Array:
     return mix(mix(ids.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + word0) ^ word1)
 
 
-def gumbel(h: Array) -> Array:
-    """-log(-log1p(-u)) in float32, u = (h + 1/2) 2^-32 kept below 1.
+def unit(h: Array) -> Array:
+    """u = (h + 1/2) 2^-32 in float32, kept inside (0, 1).
 
-    Mosaic converts no uint32 to float and has no log1p: the integer goes through int32 in two halves (both exact,
-    one rounding where they meet, as in a direct conversion), and log1p(-u) is u log(w) / (w - 1) with w = 1 - u,
-    whose rounding errors cancel.
+    Mosaic converts no uint32 to float: the integer goes through int32 in two halves (both exact, one rounding where
+    they meet, as in a direct conversion).
     """
     high = (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * jnp.float32(256.0)
     low = (h & jnp.uint32(0xFF)).astype(jnp.int32).astype(jnp.float32)
     u = (high + low) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
-    u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
+    return jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
+
+
+def gumbel(h: Array) -> Array:
+    """-log(-log1p(-u)) in float32.
+
+    Mosaic has no log1p: log1p(-u) is u log(w) / (w - 1) with w = 1 - u, whose rounding errors cancel.
+    """
+    u = unit(h)
     w = jnp.float32(1.0) - u
     gap = jnp.float32(1.0) - w
     ratio = -jnp.log(w) / jnp.where(gap == 0, jnp.float32(1.0), gap)

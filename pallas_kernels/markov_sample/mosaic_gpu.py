@@ -18,13 +18,11 @@ from jax import lax
 
 from pallas_kernels import noise
 from pallas_kernels.markov_sample.spec import Array, Block, Head
-from pallas_kernels.tiles import padded
+from pallas_kernels.tiles import FAR, LOW, log_sum_exp, of_best_tile, padded
 
 TILE = 128
 CHUNK = 64
 ROWS = 64
-_LOW = -3.0e38
-_FAR = 2**31 - 1
 _SHARED_BYTES = 232448
 
 
@@ -63,11 +61,8 @@ def make_step(head: Head, block: Block, interpret: Any = None) -> Callable[..., 
             k[None].astype(jnp.int32), padded(z.astype(jnp.bfloat16), 0, ROWS), w2, base, ids,
             padded(inverse, 0, ROWS), padded(noisy, 0, ROWS), word0[k], word1[k],
         )  # fmt: skip
-        winner = jnp.argmax(best, axis=0)[None]  # the earliest tile among equals
-        index = jnp.take_along_axis(column, winner, axis=0)[0, :rows]
-        value = jnp.take_along_axis(chosen, winner, axis=0)[0, :rows]
-        high = jnp.max(top, axis=0)
-        lse = (high + jnp.log(jnp.sum(total * jnp.exp(top - high[None]), axis=0)))[:rows]
+        index, value = (x[:rows] for x in of_best_tile(best, column, chosen))
+        lse = log_sum_exp(top, total)[:rows]
         return index, jnp.where(greedy, 0.0, value - lse), lse
 
     return step
@@ -122,18 +117,18 @@ def _call(rank: int, shape: tuple[int, ...], dtype: Any, vocab: int, interpret: 
 
             at = lax.broadcasted_iota(i32, wide, 1) + (j * TILE + c * CHUNK)
             x = (product + u_s[:, part].astype(f32)) * of_rows(inv_s[...])
-            # A masked column (-inf) or one past the vocabulary counts as _LOW: neither noise nor sums notice it.
-            x = jnp.maximum(x, f32(_LOW))
+            # A masked column (-inf) or one past the vocabulary counts as LOW: neither noise nor sums notice it.
+            x = jnp.maximum(x, f32(LOW))
             if ragged:
-                x = jnp.where(at < vocab, x, f32(_LOW))
+                x = jnp.where(at < vocab, x, f32(LOW))
             top = jnp.max(x, axis=1)
             total = jnp.sum(jnp.exp(x - of_rows(top)), axis=1)
             ids = lax.broadcast_in_dim(ids_s[part], wide, [1])
             g = noise.gumbel(noise.bits(of_rows(w0_s[...]), of_rows(w1_s[...]), ids))
             noisy = x + g * of_rows(noisy_s[...])
             best = jnp.max(noisy, axis=1)
-            column = jnp.min(jnp.where(noisy == of_rows(best), at, i32(_FAR)), axis=1)
-            chosen = jnp.max(jnp.where(at == of_rows(column), x, f32(_LOW)), axis=1)
+            column = jnp.min(jnp.where(noisy == of_rows(best), at, i32(FAR)), axis=1)
+            chosen = jnp.max(jnp.where(at == of_rows(column), x, f32(LOW)), axis=1)
             if so_far is None:
                 return best, column, chosen, top, total
             old_best, old_column, old_chosen, old_top, old_total = so_far

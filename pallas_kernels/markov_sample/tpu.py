@@ -18,10 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import noise
 from pallas_kernels.markov_sample.spec import Array, Block, Head
+from pallas_kernels.tiles import FAR, LOW
 
 TILE = 512
-_LOW = -3.0e38
-_FAR = 2**31 - 1
 
 
 def refuses(head: Head, block: Block) -> str | None:
@@ -46,20 +45,20 @@ def _kernel(
     x = (x + base[0].astype(jnp.float32)) * row[:, 0:1]
     at = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) + tile * TILE
     inside = at < vocab
-    x = jnp.where(inside, jnp.maximum(x, _LOW), _LOW)  # a masked column (-inf) counts as _LOW
+    x = jnp.where(inside, jnp.maximum(x, LOW), LOW)  # a masked column (-inf) counts as LOW
     g = noise.gumbel(noise.bits(words[0, :, 0:1], words[0, :, 1:2], jnp.broadcast_to(ids[...], x.shape)))
     noisy = jnp.where(inside & (row[:, 1:2] > 0), x + g, x)
     here = jnp.max(noisy, axis=1, keepdims=True)
-    where = jnp.min(jnp.where(noisy == here, at, _FAR), axis=1, keepdims=True)
-    value = jnp.max(jnp.where(at == where, x, _LOW), axis=1, keepdims=True)
+    where = jnp.min(jnp.where(noisy == here, at, FAR), axis=1, keepdims=True)
+    value = jnp.max(jnp.where(at == where, x, LOW), axis=1, keepdims=True)
     high = jnp.max(x, axis=1, keepdims=True)
 
     @pl.when(tile == 0)
     def _start() -> None:
-        best[...] = jnp.full(best.shape, _LOW, jnp.float32)
+        best[...] = jnp.full(best.shape, LOW, jnp.float32)
         column[...] = jnp.zeros(column.shape, jnp.int32)
         chosen[...] = jnp.zeros(chosen.shape, jnp.float32)
-        top[...] = jnp.full(top.shape, _LOW, jnp.float32)
+        top[...] = jnp.full(top.shape, LOW, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
 
     better = here > best[...]  # a tie stays with the earlier tile: the first arg-max

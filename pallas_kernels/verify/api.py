@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import noise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.verify import mosaic_gpu, reference, tpu
-from pallas_kernels.verify.spec import RESIDUAL_FLOOR, Array, Outcome, Requests, Rows, RowStatistics, unit
+from pallas_kernels.verify.spec import RESIDUAL_FLOOR, Array, Outcome, Requests, Rows, RowStatistics
 
 QRow = Callable[[Array], Array]
 
@@ -66,7 +66,7 @@ def verify(
     log_p = statistics.log_p[requests.rows[:, :drafts]]
     ratio = jnp.exp(jnp.minimum(log_p - requests.log_q, 0.0))
     zero = jnp.zeros_like(requests.tokens)
-    drawn = unit(noise.bits(requests.accept0, requests.accept1, zero)) < ratio
+    drawn = noise.unit(noise.bits(requests.accept0, requests.accept1, zero)) < ratio
     tests = jnp.where(requests.decide[:, None], same, drawn)
     tests = tests & (jnp.arange(drafts)[None, :] < requests.admitted[:, None])
     accepted = jnp.sum(jnp.cumprod(tests.astype(jnp.int32), axis=1), axis=1).astype(jnp.int32)

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import noise
-from pallas_kernels.tiles import padded
-from pallas_kernels.verify.spec import LOW, Rows, RowStatistics
+from pallas_kernels.tiles import FAR, LOW, log_sum_exp, of_best_tile, padded
+from pallas_kernels.verify.spec import Rows, RowStatistics
 
 TILE = 128
 CHUNK = 64
 ROWS = 64
-_FAR = 2**31 - 1
 
 
 def refuses(rows: Rows) -> str | None:
@@ -38,10 +37,8 @@ def row_statistics(rows: Rows, interpret: Any = None) -> RowStatistics:
     side = [padded(x, 0, ROWS) for x in (rows.inverse, rows.noisy, rows.word0, rows.word1, rows.token)]
     call = _call(logits.shape, logits.dtype, vocab, interpret)
     best, column, top, total, at_token = call(logits, *side)
-    winner = jnp.argmax(best, axis=0)[None]  # the earliest tile among equals
-    choice = jnp.take_along_axis(column, winner, axis=0)[0]
-    high = jnp.max(top, axis=0)
-    lse = high + jnp.log(jnp.sum(total * jnp.exp(top - high[None]), axis=0))
+    (choice,) = of_best_tile(best, column)
+    lse = log_sum_exp(top, total)
     return RowStatistics(choice[:count], lse[:count], (jnp.max(at_token, axis=0) - lse)[:count])
 
 
@@ -86,7 +83,7 @@ def _call(shape: tuple[int, ...], dtype: Any, vocab: int, interpret: Any) -> Cal
             found = jnp.max(jnp.where(at == of_rows(token_s[...]), x, f32(LOW)), axis=1)
             noisy = x + noise.gumbel(noise.bits(of_rows(w0_s[...]), of_rows(w1_s[...]), at)) * of_rows(noisy_s[...])
             best = jnp.max(noisy, axis=1)
-            column = jnp.min(jnp.where(noisy == of_rows(best), at, i32(_FAR)), axis=1)
+            column = jnp.min(jnp.where(noisy == of_rows(best), at, i32(FAR)), axis=1)
             return best, column, top, total, found
 
         best, column, top, total, found = chunk(0)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import noise
-from pallas_kernels.verify.spec import LOW, Rows, RowStatistics
+from pallas_kernels.tiles import LOW
+from pallas_kernels.verify.spec import Rows, RowStatistics
 
 
 def row_statistics(rows: Rows) -> RowStatistics:

@@ -8,12 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 Array = jax.Array
-
-LOW = -3.0e38
-"""What a masked column counts as: below every logit, and exp(LOW - anything) is 0."""
 
 RESIDUAL_FLOOR = 1e-8
 """At or below this residual mass the draw is from p itself."""
@@ -57,9 +53,3 @@ class Outcome(NamedTuple):
 
     accepted: Array  # [R] int32 leading drafts that were accepted
     next_token: Array  # [R] int32, the target's own token behind them
-
-
-def unit(bits: Array) -> Array:
-    """(h + 1/2) 2^-32 in the open interval (0, 1)."""
-    u = bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
-    return jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))

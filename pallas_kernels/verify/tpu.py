@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import noise
-from pallas_kernels.verify.spec import LOW, Rows, RowStatistics
+from pallas_kernels.tiles import FAR, LOW
+from pallas_kernels.verify.spec import Rows, RowStatistics
 
 TILE = 2048
 ROWS = 8
-_FAR = 2**31 - 1
 
 
 def refuses(rows: Rows) -> str | None:
@@ -36,7 +36,7 @@ def _kernel(
     x = jnp.where(inside, jnp.maximum(logits[...].astype(jnp.float32) * scale[:, 0:1], LOW), LOW)
     noisy = x + noise.gumbel(noise.bits(words[:, 0:1], words[:, 1:2], at)) * scale[:, 1:2]
     here = jnp.max(noisy, axis=1, keepdims=True)
-    where = jnp.min(jnp.where(noisy == here, at, _FAR), axis=1, keepdims=True)
+    where = jnp.min(jnp.where(noisy == here, at, FAR), axis=1, keepdims=True)
     high = jnp.max(x, axis=1, keepdims=True)
 
     @pl.when(tile == 0)
