@@ -269,6 +269,9 @@ def prefill_rows(
     static: Static,
 ) -> tuple[DecodeState, Array]:
     """All prompts, piece by piece; returns each row's first token ``[B, 1]``."""
+    # Where lengths are traced nobody has checked them: a row then ends where the context window does.
+    room = jnp.maximum(target.max_positions - lengths, 1)
+    state = state.replace(remaining=jnp.minimum(state.remaining, room))
     longest = prompts.shape[1]
     piece = min(longest, PREFILL_PIECE)
     first = jnp.full((prompts.shape[0], 1), EMPTY, jnp.int32)
@@ -317,9 +320,6 @@ def _generate(
         coupled=coupled,
         width=num_drafts + 1,
     )
-    # Where lengths are traced nobody has checked them: a row then ends where the context window does.
-    room = jnp.maximum(target.max_positions - lengths, 1)
-    state = state.replace(remaining=jnp.minimum(state.remaining, room))
     state, first = prefill_rows(target, drafter, state, prompts, lengths, static)
     tokens = jnp.full((rows, max_new_tokens), EMPTY, jnp.int32).at[:, :1].set(first)
     loop = _Loop(

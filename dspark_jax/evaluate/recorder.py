@@ -152,8 +152,6 @@ def _open(
         coupled=coupled,
         width=drafter.block_size + 1,
     )
-    room = jnp.maximum(target.max_positions - lengths, 1)
-    state = state.replace(remaining=jnp.minimum(state.remaining, room))
     return prefill_rows(target, drafter, state, prompts, lengths, static)[0]
 
 
