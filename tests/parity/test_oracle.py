@@ -35,7 +35,7 @@ def arrays(request: pytest.FixtureRequest) -> tuple[dict[str, np.ndarray], dict[
     with np.load(folder / "expected.npz") as file:
         expected = {name: file[name] for name in file.files}
     got = compute(load_case(folder))
-    mask = expected.get("train.eval_mask", np.zeros(()))
+    mask = expected.get("train.eval_mask", np.zeros((0, 0, 0)))
     for name, want in expected.items():
         # Slots outside the mask hold whatever the reference computes there; the mask itself is compared as it is.
         if name.startswith("train.") and want.shape[:3] == mask.shape and not name.endswith(WHOLE) and name in got:
