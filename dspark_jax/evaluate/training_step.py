@@ -55,27 +55,22 @@ def training_arrays(models: Models, settings: LossConfig, inputs: Mapping[str, n
         return {}
     run: Callable[..., Any] = _chain_step if models.drafter.config.chain else _block_step
     fixed = {name: jnp.asarray(x) for name, x in given.items() if name != "grad_norm_names"}
-    (states, out), gradient = _step(run, models, settings, fixed)
-    out = {**given, **_states(states), **{name: np.asarray(value) for name, value in out.items()}}
+    found, gradient = _step(run, models, settings, fixed)
+    out = {**given, **{name: np.asarray(value) for name, value in found.items()}}
     specs = jax.tree.leaves(drafter_specs(models.drafter.config), is_leaf=is_spec)
     named = {spec.name: np.asarray(g) for spec, g in zip(specs, jax.tree.leaves(gradient), strict=True)}
     norms = np.asarray([np.linalg.norm(named[str(name)]) for name in given["grad_norm_names"]])
-    out |= {"grad_norms": norms, "grad_norm_total": np.linalg.norm(norms)}
+    out |= {"grad_norms": norms, "grad_norm_total": np.asarray(np.linalg.norm(norms))}
     wanted = [str(name) for name in inputs.get("train.grads", ())]
     return {f"train.{name}": value for name, value in out.items()} | {
         name: named[name.removeprefix(GRADIENT)] for name in wanted
     }
 
 
-def _states(states: tuple[Array, Array]) -> dict[str, np.ndarray]:
-    final, features = states
-    return {"target_hidden_states": np.asarray(features), "target_last_hidden_states": np.asarray(final)}
-
-
 def _step(
     run: Callable[..., Any], models: Models, settings: LossConfig, given: dict[str, Array]
-) -> tuple[tuple[Any, dict[str, Array]], PyTree]:
-    """((target states, arrays), gradient of the drafter's parameters, one leaf a tensor of the checkpoint)."""
+) -> tuple[dict[str, Array], PyTree]:
+    """(arrays, gradient of the drafter's parameters, one leaf a tensor of the checkpoint)."""
     drafter = models.drafter
     decoder = drafter.config.decoder
     layers = zip(decoder.layers, drafter.params["layers"], strict=True)
@@ -85,17 +80,17 @@ def _step(
     def both(params: PyTree, models: tuple[Any, Any], given: dict[str, Array]) -> Any:
         target, drafter = models
         frozen = Frozen.build(target, None).replace(shared=drafter.shared)
-        states = teacher_states(target, given["input_ids"], drafter.taps)
-        states = tuple(jnp.where(given["attention_mask"][..., None] > 0, x, 0) for x in states)
+        real = given["attention_mask"][..., None] > 0
+        final, features = (jnp.where(real, x, 0) for x in teacher_states(target, given["input_ids"], drafter.taps))
 
         def total(params: PyTree) -> tuple[Array, dict[str, Array]]:
-            value, out = run(drafter.config, settings, frozen, params, states, given)
+            value, out = run(drafter.config, settings, frozen, params, (final, features), given)
             return value, {**out, "total_loss": value}
 
         (_, out), gradient = jax.value_and_grad(total, has_aux=True)(params)
-        return (states, out), gradient
+        return {**out, "target_hidden_states": features, "target_last_hidden_states": final}, gradient
 
-    result: tuple[tuple[Any, dict[str, Array]], PyTree] = both(params, (models.target, drafter), given)
+    result: tuple[dict[str, Array], PyTree] = both(params, (models.target, drafter), given)
     return result
 
 
