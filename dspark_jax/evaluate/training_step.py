@@ -122,7 +122,7 @@ def _chain_step(
         return slot_terms(logits, probs, None, labels, None, None, weights, soft=settings.soft)
 
     normalizer = batch * length  # of all positions, padding included
-    each = jnp.stack([terms(jnp.where(valid & (k == s), 1.0, 0.0)).ce[0] for s in range(steps)]) / normalizer
+    each = jax.vmap(lambda s: terms(jnp.where(valid & (k == s), 1.0, 0.0)).ce[0])(jnp.arange(steps)) / normalizer
     found = terms(jnp.where(valid, decay, 0))
     agree = jnp.argmax(logits, axis=-1) == jnp.argmax(probs, axis=-1)
     by_step = {

@@ -49,7 +49,7 @@ def _text(target: Target, features: int) -> tuple[jax.Array, jax.Array]:
     return tokens, jax.random.normal(keys[1], (2, LENGTH, features))
 
 
-@pytest.mark.parametrize(("method", "window"), [("eagle3", 3), ("mtp", 0)])
+@pytest.mark.parametrize(("method", "window"), [("eagle3", 3), pytest.param("mtp", 0, marks=pytest.mark.slow)])
 def test_every_step_equals_decoding_along_the_text(target: Target, method: str, window: int) -> None:
     """States of four steps behind anchors of two texts: those of ``walk`` on a cache that absorbed the text up to each
     anchor. The window of 3 ends within context and chain."""
@@ -57,7 +57,7 @@ def test_every_step_equals_decoding_along_the_text(target: Target, method: str, 
     chain: Any = drafter
     assert isinstance(chain, ChainDrafter)
     tokens, features = _text(target, 16 * len(drafter.taps))
-    anchors = jnp.array([[3, 1, 8], [10, 6, 2]])
+    anchors = jnp.array([[3, 8], [10, 1]])
 
     @jax.jit
     def decoded(anchors: jax.Array) -> jax.Array:

@@ -25,7 +25,8 @@ def _totals(folder: Path) -> list[float]:
     return [line["total"] for line in found if "total" in line]
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_an_interrupted_chain_equals_an_unbroken_one_bit_for_bit(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
