@@ -20,9 +20,9 @@ from dspark_jax.train.loop import OutOfText, Run
 from tests.train import tiny_run
 
 
-def _totals(folder: Path) -> list[float]:
+def _lines(folder: Path, name: str = "total") -> list[float]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["total"] for line in found if "total" in line]
+    return [line[name] for line in found if name in line]
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_an_interrupted_chain_equals_an_unbroken_one_bit_for_bit(
     assert int(resumed.state.step) == 2
     resumed.run()
     jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
-    assert _totals(tmp_path / "broken") == _totals(tmp_path / "whole") and len(_totals(tmp_path / "whole")) == 4
+    assert _lines(tmp_path / "broken") == _lines(tmp_path / "whole") and len(_lines(tmp_path / "whole")) == 4
 
     pieces = read_deepspec(resumed.export(tmp_path / "plain", quantize=False), drafter_specs)
     assert pieces.config == resumed.drafter and (pieces.config.method, pieces.config.block_size) == (method, 3)
@@ -65,17 +65,17 @@ def test_an_interrupted_chain_equals_an_unbroken_one_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_chain_learns(method: str, tmp_path: Path) -> None:
-    """50 steps on texts that count upwards: the loss falls, and held-out blocks of three are accepted for longer."""
+    """50 steps on a target that is sure of itself: the L1 distance falls (it is not what is minimised), and held-out
+    blocks of three are accepted for longer. Seen: 0.75 to 0.57 and 0.53; 2.6 to 2.8 and 2.3 to 2.8."""
     config = tiny_run.chain(tiny_run.config(tmp_path, 100), method)
+    target = tiny_run.target()
+    target = target.replace(params={**target.params, "norm": target.params["norm"] * 10})
     optim = dataclasses.replace(config.optim, total_steps=60)
-    run = Run(
-        dataclasses.replace(config, optim=optim, run=RunConfig(log_every=5, save_every_s=3600.0)),
-        tiny_run.target(),
-        tmp_path / "run",
-    )
+    rhythm = RunConfig(log_every=5, save_every_s=3600.0)
+    run = Run(dataclasses.replace(config, optim=optim, run=rhythm), target, tmp_path / "run")
     before = run.evaluate()["width_3"]
     with pytest.raises(OutOfText):
         run.run()
-    totals, after = _totals(tmp_path / "run"), run.evaluate()["width_3"]
-    assert totals[-1] < 0.9 * totals[0]
-    assert after["tau"] > before["tau"] and len(after["accept"]) == 3
+    distance, after = _lines(tmp_path / "run", "l1"), run.evaluate()["width_3"]
+    assert distance[-1] < 0.85 * distance[0]
+    assert after["tau"] > before["tau"] + 0.1 and len(after["accept"]) == 3
