@@ -134,7 +134,7 @@ class DrafterConfig:
         decoder: the backbone's layers. ``decoder.vocab_size`` is the target's vocabulary.
         block_size: G, draft tokens a block: the anchor slot and G - 1 mask slots, each of which predicts one
             token. (Layouts whose anchor slot predicts nothing are converted at load; see ``sample_from_anchor``.)
-            Of a chain: the drafts it makes where nobody says how many (EAGLE-3: ``ttt_length``, MTP: 1).
+            Of a chain: the drafts it makes where nobody says how many, those it was trained for (``ttt_length``).
         target_layer_ids: tapped target layers; i is the output of decoder layer i, -1 the embedding output.
         mask_token_id: the token of the mask slots, EMPTY for a chain, which has none.
         num_target_layers: layers of the target it was trained for, 0 if unknown.

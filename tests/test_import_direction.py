@@ -55,6 +55,7 @@ JIT_ALLOWED = {
     "dspark_jax/evaluate/rounds.py": "one reference round with everything in view",
     "dspark_jax/evaluate/recorder.py": "one cycle with the distributions it compared in view",
     "dspark_jax/evaluate/chain_rounds.py": "the same of a chain",
+    "dspark_jax/evaluate/training_step.py": "one reference training step with everything in view",
 }
 
 # Besides the standard library and itself.

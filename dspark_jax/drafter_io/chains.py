@@ -2,7 +2,7 @@
 
 DeepSpec: ``ttt_length``, ``target_layer_ids``. speculators: ``eagle_aux_hidden_state_layer_ids`` (indices of the
 hidden states, often null), ``norm_*`` switches, d2t. MTP: ``"method": "mtp"`` beside the keys of the one layer, with
-``target_layer_ids`` naming the target's last decoder layer.
+``target_layer_ids`` naming the target's last decoder layer, and ``ttt_length`` where it was trained for several steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def chain_config_from_hf(
 def _drafts(config: Mapping[str, Any], fields: Fields, method: str, speculators: bool) -> int:
     """Drafts a block where nobody says how many."""
     if method == "mtp":
-        return 1
+        return fields.integer("ttt_length", 1, least=1)
     default = (declared_drafts(config) or SPECULATORS_DRAFTS) if speculators else None
     return fields.integer("ttt_length", default, least=1)
 

@@ -67,6 +67,8 @@ def _chain_to_hf(config: DrafterConfig) -> dict[str, Any]:
     )
     if config.method == "mtp":
         out["method"] = "mtp"
+        if config.block_size > 1:
+            out["ttt_length"] = config.block_size
     else:
         out.update(ttt_length=config.block_size, step_loss_decay=0.8)
     out |= {key: True for name, key in NORM_KEYS.items() if getattr(config.norms, name)}

@@ -79,7 +79,7 @@ class ChainDrafter(LoadedDrafter):
             rows = kept.shape[0]
             waiting = jax.lax.dynamic_slice_in_dim(state.hidden, layout.first_slot, rows, 0)
             before = jnp.where((layout.offset == 0)[:, None], waiting[layout.row], jnp.roll(hidden, 1, axis=0))
-            _, inputs = self.join(before, self._embed(tokens))
+            _, inputs = self.join(before, self.embed(tokens))
             tables = rope_tables(layer.rope, layer.head_dim, layout.position - 1, accumulate_dtype(inputs.dtype))
             k, v = storable(*keys_values(decoder, layer, self.params["layers"][0]["attn"], inputs, tables))
             keys = write_rows(state.cache.k[0], layout.pad(k).swapaxes(1, 2), layout)
@@ -136,7 +136,7 @@ class ChainDrafter(LoadedDrafter):
                 blocks = [KeyBlock(seen_k, seen_v, seen_step[:, None]), KeyBlock(new_k, new_v, own_step[:, None])]
                 return attention(q[:, None], blocks, attention_scale(decoder, layer))[:, 0], (new_k, new_v)
 
-            residual, read = self.join(hidden, self._embed(token))
+            residual, read = self.join(hidden, self.embed(token))
             out, (own_k, own_v) = layer_forward(
                 decoder, layer, self.params["layers"][0], residual, tables, attend, inputs=read
             )
@@ -155,7 +155,7 @@ class ChainDrafter(LoadedDrafter):
         tokens, index, log_q, states = (a.swapaxes(0, 1) for a in outputs)
         return Proposal(tokens, index, log_q, None), states
 
-    def _embed(self, tokens: Array) -> Array:
+    def embed(self, tokens: Array) -> Array:
         """Embeddings ``[..., d]``, scaled where the family does so."""
         x = self.shared.embed[tokens]
         scale = self.config.decoder.embed_scale

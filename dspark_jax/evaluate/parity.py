@@ -1,8 +1,8 @@
 """What this code computes for a case of the reference implementation, under the reference's own keys.
 
 A case directory holds ``case.json`` (target, drafter, limits), a target, a drafter, and a file of expected arrays of
-which only the inputs are read here: prompts, stop tokens, thresholds, teacher-forced sequences and anchors. Every
-entry of ``SECTIONS`` adds arrays; a later kind of drafter or a training section is one more entry.
+which only the inputs are read here: prompts, stop tokens, thresholds, teacher-forced sequences, anchors, and of a
+training batch its text, masks and anchors and which gradients are asked for. Every entry of ``SECTIONS`` adds arrays.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from dspark_jax.drafters import Drafter
 from dspark_jax.drafters.dflash import base_logits
 from dspark_jax.evaluate.chain_rounds import ChainRounds
 from dspark_jax.evaluate.rounds import CELLS, Arrays, Models, Rounds, softmax
+from dspark_jax.evaluate.training_step import GRADIENT, TRAINING_INPUTS, loss_settings, training_arrays
 from dspark_jax.generate import GenerateOutput, generate
 from dspark_jax.heads.confidence import confidence_logits
 from dspark_jax.heads.markov import markov_bias, teacher_forced
 from dspark_jax.load import load_drafter, load_target
+from dspark_jax.train.config import LossConfig
 from dspark_jax.types import EMPTY
 
 FAMILIES, DRAFTERS = ("qwen3", "llama", "gemma4"), ("dspark", "dflash", "eagle3")
@@ -48,6 +50,7 @@ class Case:
     prompts: int
     max_new_tokens: int
     threshold: float | None
+    loss: LossConfig
 
     def prompt(self, i: int) -> np.ndarray:
         """Token ids ``[n]`` of prompt i."""
@@ -73,16 +76,20 @@ def load_case(directory: str | Path, dtype: str = "float32") -> Case:
     drafter = load_drafter(folder / spec["draft"], target, dtype=dtype)
     with np.load(folder / spec["expected"]) as arrays:
         given = {name: arrays[name] for name in arrays.files if _is_input(name)}
+        given["train.grads"] = np.asarray([name for name in arrays.files if name.startswith(GRADIENT)])
     return Case(
         models=Models(target, drafter),
         inputs=given,
         prompts=int(spec["num_prompts"]),
         max_new_tokens=int(spec["max_new_tokens"]),
         threshold=spec.get("confidence_threshold"),
+        loss=loss_settings(spec),
     )
 
 
 def _is_input(name: str) -> bool:
+    if name.startswith("train."):
+        return name.removeprefix("train.") in TRAINING_INPUTS
     return name.endswith((".prompt_ids", "stop.token", "stop2.token")) or name in ("tf.input_ids", "tf.anchors")
 
 
@@ -192,7 +199,12 @@ def teacher_forced_blocks(case: Case) -> Arrays:
     return out
 
 
-SECTIONS: list[Callable[[Case], Arrays]] = [prompt_arrays, generations, rounds, teacher_forced_blocks]
+def training_step(case: Case) -> Arrays:
+    """One training step: states, masks, loss terms and gradients."""
+    return training_arrays(case.models, case.loss, case.inputs)
+
+
+SECTIONS: list[Callable[[Case], Arrays]] = [prompt_arrays, generations, rounds, teacher_forced_blocks, training_step]
 
 
 # ---- their parts ---------------------------------------------------------------------------------------------

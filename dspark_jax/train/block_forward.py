@@ -20,9 +20,8 @@ from dspark_jax.heads.markov import markov_bias, teacher_forced
 from dspark_jax.nn.block import attention_scale, keys_values, layer_forward
 from dspark_jax.nn.norm import rms_norm
 from dspark_jax.nn.rope import rope_tables
+from dspark_jax.train.context_attention import context_attention
 from dspark_jax.types import Array, PyTree, accumulate_dtype
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def packed_hidden(
@@ -53,8 +52,12 @@ def packed_hidden(
 
         def attend(q, own_k, own_v, k=k, v=v, layer=layer):  # type: ignore[no-untyped-def]
             q, own_k, own_v = (a.reshape(batch, plan.slots, *a.shape[1:]) for a in (q, own_k, own_v))
-            seen = _context_visible(anchor, slots.position, length, layer.window)
-            out = _attention(q, own_k, own_v, k, v, seen, plan, attention_scale(decoder, layer), layer.window)
+            seen = context_visible(anchor, slots.position, length, layer.window)
+            index, own_seen = plan.own
+            if layer.window:
+                own_seen = own_seen & (np.arange(plan.widest) > plan.offset[:, None] - layer.window)
+            own = (own_k[:, index], own_v[:, index], own_seen)
+            out = context_attention(q, (k, v, seen), own, attention_scale(decoder, layer))
             return out.reshape(batch * plan.slots, *out.shape[2:]), None
 
         with jax.named_scope(f"draft_layer_{i}"):
@@ -93,57 +96,10 @@ def _markov(
     return z, e
 
 
-def _context_visible(anchor: Array, position: Array, length: int, window: int) -> Array:
+def context_visible(anchor: Array, position: Array, length: int, window: int) -> Array:
     """``[B, T, L]``: the context of a block ends before its anchor."""
     key = jnp.arange(length)[None, None, :]
     visible = key < anchor[:, :, None]
     if window:
         visible &= key > position[:, :, None] - window
     return visible
-
-
-def _attention(
-    q: Array,
-    own_k: Array,
-    own_v: Array,
-    context_k: Array,
-    context_v: Array,
-    seen: Array,
-    plan: BlockPlan,
-    scale: float,
-    window: int,
-) -> Array:
-    """One softmax over the context before the anchor and the slot's own block.
-
-    Args:
-        q: ``[B, T, H, D]``. own_k, own_v: ``[B, T, Hk, D]`` of the slots. context_k, context_v: ``[B, L, Hk, D]``.
-        seen: ``[B, T, L]``.
-    """
-    dtype = accumulate_dtype(q.dtype)
-    batch, slots, heads, size = q.shape
-    kv_heads, length = own_k.shape[2], context_k.shape[1]
-    index, own_seen = plan.own
-    if window:
-        own_seen = own_seen & (np.arange(plan.widest) > plan.offset[:, None] - window)
-    # [B, Hk, g, T, D]: the g queries that share a key head are rows of one product.
-    grouped = q.reshape(batch, slots, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
-    rows = grouped.reshape(batch, kv_heads, -1, size)
-    context = jnp.einsum("bhmd,bchd->bhmc", rows, context_k, preferred_element_type=dtype, precision=_HIGHEST)
-    context = context.reshape(*grouped.shape[:4], length)
-    # At most a block's width of own keys for each slot: multiply and add, no product is that small.
-    block_k = own_k[:, index].transpose(0, 3, 1, 2, 4)[:, :, None]  # [B, Hk, 1, T, K, D]
-    block_v = own_v[:, index].transpose(0, 3, 1, 2, 4)[:, :, None]
-    own = jnp.sum((grouped[..., None, :] * block_k).astype(dtype), axis=-1)
-    low = jnp.finfo(dtype).min
-    scores = jnp.concatenate(
-        [
-            jnp.where(seen[:, None, None], context * dtype.type(scale), low),
-            jnp.where(jnp.asarray(own_seen)[None, None, None], own * dtype.type(scale), low),
-        ],
-        axis=-1,
-    )
-    weights = jax.nn.softmax(scores, axis=-1).astype(context_v.dtype)
-    left = weights[..., :length].reshape(batch, kv_heads, -1, length)
-    out = jnp.einsum("bhmc,bchd->bhmd", left, context_v, preferred_element_type=dtype, precision=_HIGHEST)
-    out = out.reshape(grouped.shape) + jnp.sum(weights[..., length:, None] * block_v, axis=-2)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, slots, heads, size).astype(q.dtype)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.config import EMPTY, DecoderConfig, DrafterConfig, Eagle3Norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,8 @@ class DataConfig:
         anchors: blocks a sequence.
         rounds: optimiser updates a step; each takes its share of every sequence's anchors, so that one pass of the
             target serves many small updates.
-        widths: pattern of block widths over a sequence's anchors.
+        widths: pattern of block widths over a sequence's anchors; the widest stands for the whole block, whatever
+            the drafter's block size is (``fitted``). Of a chain: its numbers of steps.
         heldout_batches: batches of an evaluation.
         heldout_anchors, heldout_widths: blocks measured a sequence, and the pattern of their widths.
     """
@@ -48,8 +49,13 @@ class DrafterShape:
     """The drafter to train; what is not said here is the target's.
 
     Attributes:
-        layers: draft layers, shaped like the target's.
-        copy_layers: target layers they begin as; empty: random.
+        layers: draft layers, shaped like the target's; a chain has one.
+        method: ``dspark`` (DFlash, where neither head is asked for), ``eagle3`` or ``mtp``.
+        block_size: G, drafts a block; of a chain: the steps it is trained for.
+        mask_token_id: of block drafters.
+        norms: switches of EAGLE-3.
+        copy_layers: target layers they begin as, consecutive; empty: random. Where ``layers`` is another number, the
+            last ones, or those before them as well (``fitted``).
         output_scale: factor of the final norm at the beginning (``warm_start.initial_params``).
         bigram_start: the Markov head begins with the text's bigrams.
         draft_vocab: tokens of the draft vocabulary, 0 for the whole one.
@@ -59,7 +65,8 @@ class DrafterShape:
 
     layers: int
     target_layer_ids: tuple[int, ...]
-    mask_token_id: int
+    mask_token_id: int = EMPTY
+    method: Literal["dspark", "eagle3", "mtp"] = "dspark"
     block_size: int = 7
     block_widths: tuple[int, ...] = ()
     copy_layers: tuple[int, ...] = ()
@@ -70,6 +77,18 @@ class DrafterShape:
     confidence_head: bool = True
     draft_vocab: int = 0
     always: tuple[int, ...] = ()
+    norms: Eagle3Norms = Eagle3Norms()
+
+    def __post_init__(self) -> None:
+        if self.method == "dspark":
+            return
+        heads = ("markov_rank", "bigram_start", "confidence_head")
+        extra = [f"{name} = {getattr(self, name)}" for name in heads if getattr(self, name)]
+        if extra:
+            raise ValueError(
+                f"{self.method} drafters have neither Markov nor confidence head, found {', '.join(extra)}: set "
+                "markov_rank = 0, bigram_start = false, confidence_head = false"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +96,14 @@ class LossConfig:
     """Weights of cross entropy, L1 and confidence (equation 12), and the decay over positions (equation 8).
 
     Attributes:
+        soft: the cross entropy is against the target's distribution, not the text's token (EAGLE-3).
         chunks: equal parts of the anchors whose logits are made, compared and thrown away one after the other; for
             large vocabularies. 0: all at once, the target's probabilities made once a step (faster where they fit).
     """
 
     weights: tuple[float, ...] = (0.1, 0.9, 1.0)
     decay: float = 4.0
+    soft: bool = False
     chunks: int = 0
 
     def __post_init__(self) -> None:
@@ -161,12 +182,51 @@ class TrainConfig:
             raise ValueError(f"devices must be 0 (all) or more, found {self.devices}")
 
 
+def fitted(config: TrainConfig) -> TrainConfig:
+    """A configuration whose patterns follow ``drafter.block_size`` and ``drafter.layers``, so that either can be
+    changed alone.
+
+    In the patterns of block widths the widest stands for the whole block and none is wider; ``copy_layers`` ends where
+    it ended and has as many layers as the drafter. Raises ValueError where there are not so many.
+    """
+    data, shape, size = config.data, config.drafter, config.drafter.block_size
+    copied = shape.copy_layers
+    if copied:
+        copied = (*range(copied[-1] - shape.layers + 1, copied[-1] + 1 - len(copied)), *copied)[-shape.layers :]
+        if copied[0] < 0:
+            raise ValueError(
+                f"drafter.layers = {shape.layers}: the target has too few layers up to {copied[-1]} to copy"
+            )
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data, widths=_to_block(data.widths, size), heldout_widths=_to_block(data.heldout_widths, size)
+        ),
+        drafter=dataclasses.replace(
+            shape, copy_layers=copied, block_widths=tuple(sorted(set(_to_block(shape.block_widths, size))))
+        ),
+    )
+
+
+def _to_block(widths: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    return tuple(block_size if w == max(widths) else min(w, block_size) for w in widths)
+
+
 def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
-    """The drafter's configuration: backbone layers as wide as the target's, full attention like its last layer."""
+    """The drafter's configuration: backbone layers as wide as the target's, full attention like its last layer.
+
+    Raises ValueError for layers that its method cannot have or tap."""
     layer = target.layers[-1]
     decoder = dataclasses.replace(target, layers=(layer,) * shape.layers, tie_embeddings=False)
+    last = target.num_layers - 1
+    if shape.method == "mtp" and shape.target_layer_ids != (last,):
+        raise ValueError(
+            f"drafter.target_layer_ids of an MTP module is the target's last layer, [{last}], found "
+            f"{list(shape.target_layer_ids)}"
+        )
+    block = "dspark" if shape.markov_rank or shape.confidence_head else "dflash"
     return DrafterConfig(
-        method="dspark" if shape.markov_rank or shape.confidence_head else "dflash",
+        method=block if shape.method == "dspark" else shape.method,
         decoder=decoder,
         block_size=shape.block_size,
         target_layer_ids=shape.target_layer_ids,
@@ -180,4 +240,5 @@ def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
         trimmed=bool(shape.draft_vocab),
         block_widths=shape.block_widths,
         logit_softcap=target.logit_softcap,
+        norms=shape.norms,
     )

@@ -22,11 +22,11 @@ from dspark_jax.checkpoint.deepspec import write_deepspec
 from dspark_jax.config import DrafterConfig
 from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Batch, Records
-from dspark_jax.drafters.dspark import drafter_specs
+from dspark_jax.drafters import drafter_specs
 from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
-from dspark_jax.train.config import TrainConfig, drafter_config
+from dspark_jax.train.config import TrainConfig, drafter_config, fitted
 from dspark_jax.train.folder import DiskFull, Metrics, check_same, environment, is_disk_full
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
@@ -54,10 +54,12 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, target: Target, folder: str | Path) -> None:
-        self.config, self.folder = config, Path(folder)
+        self.config, self.folder = fitted(config), Path(folder)
+        self._given = config
         self._writes = jax.process_index() == 0
         self.folder.mkdir(parents=True, exist_ok=True)
         check_same(config, self.folder, write=False)
+        config = self.config
         self.records, self.heldout = Records(config.data.train), Records(config.data.heldout)
         self._usable = self._check_data()
         self._placement = Placement(config.devices, config.data.batch)
@@ -159,7 +161,7 @@ class Run:
     def _begin(self) -> None:
         """Writes what a start writes."""
         if self._writes:
-            check_same(self.config, self.folder)
+            check_same(self._given, self.folder)
             with open(self.folder / "environment.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(environment()) + "\n")
             self._metrics = Metrics(self.folder, int(self.state.step), tensorboard=self.config.run.tensorboard)

@@ -77,6 +77,8 @@ def slot_terms(
     known: Array | None,
     confidence_logits: Array | None,
     slot_weights: Array,
+    *,
+    soft: bool = False,
 ) -> Terms:
     """The terms of slots over a draft vocabulary that may be part of the target's.
 
@@ -87,11 +89,15 @@ def slot_terms(
         labels: ``[...]`` draft ids; known: ``[...]`` False where the label is outside the draft vocabulary, which
             takes the slot out of the cross entropy only. None: all are inside.
         slot_weights: ``[...]``, 0 for slots that do not count.
+        soft: the cross entropy is against the target's distribution (EAGLE-3), of which tokens outside the draft
+            vocabulary have no part.
     """
     log_q = jax.nn.log_softmax(draft_logits, axis=-1)
-    # Equation 9: cross entropy on the text.
-    ce = -jnp.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
-    ce_weights = slot_weights if known is None else jnp.where(known, slot_weights, 0)
+    if soft:
+        ce, ce_weights = -jnp.sum(target_probs * log_q, axis=-1), slot_weights
+    else:  # equation 9: cross entropy on the text
+        ce = -jnp.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
+        ce_weights = slot_weights if known is None else jnp.where(known, slot_weights, 0)
     # Equation 10: the full L1 distance, twice the total variation.
     l1 = jnp.sum(jnp.abs(jnp.exp(log_q) - target_probs), axis=-1)
     if outside is not None:

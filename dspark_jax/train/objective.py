@@ -14,6 +14,7 @@ from dspark_jax.data.packing import BlockPlan, Slots, pack
 from dspark_jax.drafters.base import SharedParams
 from dspark_jax.targets import Target
 from dspark_jax.train.block_forward import packed_heads, packed_hidden
+from dspark_jax.train.chain_forward import chain_hidden
 from dspark_jax.train.config import LossConfig
 from dspark_jax.train.loss import Loss, Pair, combine, position_weights, slot_terms
 from dspark_jax.train.teacher import TeacherHead, teacher_states
@@ -73,7 +74,9 @@ def prepare(config: DrafterConfig, frozen: Frozen, tokens: Array, loss_mask: Arr
 
 
 def blocks(config: DrafterConfig, plan: BlockPlan, lesson: Lesson, anchors: Array, keep: Array) -> Slots:
-    """The packed blocks behind ``anchors [B, A]`` of a lesson's text."""
+    """The packed blocks behind ``anchors [B, A]`` of a lesson's text. A chain needs a state before its anchor."""
+    if config.chain:
+        keep = keep & (anchors > 0)
     return pack(plan, anchors, keep, lesson.tokens, lesson.loss_mask, config.mask_token_id)
 
 
@@ -94,6 +97,15 @@ def teacher_rows(frozen: Frozen, lesson: Lesson, row: Array) -> tuple[Array, Arr
     return rows_of(known.probs, row), outside, rows_of(known.top_inside, row)
 
 
+def slot_states(
+    config: DrafterConfig, frozen: Frozen, plan: BlockPlan, params: PyTree, lesson: Lesson, slots: Slots
+) -> Array:
+    """States ``[B, T, d]`` from which the slots' logits are made, of a block drafter or a chain."""
+    if config.chain:
+        return chain_hidden(config, params, frozen.shared, lesson.features, lesson.tokens, plan, slots)
+    return packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
+
+
 def loss(
     config: DrafterConfig,
     settings: LossConfig,
@@ -105,7 +117,7 @@ def loss(
 ) -> tuple[Loss, Pair]:
     """Equations 8 to 12 over packed slots, and the expected accepted length as a (sum, blocks) pair."""
     with jax.named_scope("draft"):
-        hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
+        hidden = slot_states(config, frozen, plan, params, lesson, slots)
 
     def part(plan: BlockPlan, slots: Slots, hidden: Array) -> tuple[tuple[Pair, Pair, Pair, Pair], tuple[()]]:
         with jax.named_scope("heads"):
@@ -118,7 +130,7 @@ def loss(
             labels = jnp.maximum(labels, 0)
         decay = position_weights(jnp.asarray(plan.offset), settings.decay, logits.dtype)
         weights = jnp.where(slots.mask, decay[None, :], 0)
-        terms = slot_terms(logits, probs, outside, labels, known, confidence, weights)
+        terms = slot_terms(logits, probs, outside, labels, known, confidence, weights, soft=settings.soft)
         return (terms.ce, terms.l1, terms.confidence, expected_length(plan, terms.rate, slots.mask)), ()
 
     with jax.named_scope("loss"):
@@ -172,7 +184,7 @@ def acceptance(
 ) -> dict[str, Array]:
     """Teacher-forced acceptance of every slot ``[B, T]``: 1 - TV (``rate``), whether both arg-max agree
     (``agree``), the confidence head's probability (``confidence``), and ``mask``."""
-    hidden = packed_hidden(config, params, frozen.shared, lesson.features, plan, slots)
+    hidden = slot_states(config, frozen, plan, params, lesson, slots)
 
     def part(plan: BlockPlan, slots: Slots, hidden: Array) -> tuple[tuple[()], dict[str, Array]]:
         logits, confidence = packed_heads(config, params, frozen.shared, plan, slots, hidden)

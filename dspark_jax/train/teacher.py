@@ -40,18 +40,18 @@ class TeacherHead(flax.struct.PyTreeNode):
             probabilities ``[N, Vd]`` of the draft vocabulary, ``[N]`` of all other tokens together (None where
             there are none), and ``[N]`` bool: the most probable token is in the draft vocabulary.
         """
-        inside = self._logits(self.inside, hidden)
+        inside = self.logits(self.inside, hidden)
         top = jnp.max(inside, axis=-1)
         if self.outside is None:
             return jax.nn.softmax(inside, axis=-1), None, jnp.ones(top.shape, bool)
-        outside = self._logits(self.outside, hidden)
+        outside = self.logits(self.outside, hidden)
         top_outside = jnp.max(outside, axis=-1)
         high = jnp.maximum(top, top_outside)[:, None]
         inside, rest = jnp.exp(inside - high), jnp.sum(jnp.exp(outside - high), axis=-1)
         total = jnp.sum(inside, axis=-1) + rest
         return inside / total[:, None], rest / total, top >= top_outside
 
-    def _logits(self, head: Array, hidden: Array) -> Array:
+    def logits(self, head: Array, hidden: Array) -> Array:
         logits = linear(head, hidden, out_dtype=accumulate_dtype(hidden.dtype))
         return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 

@@ -16,7 +16,7 @@ import optax
 
 from dspark_jax.config import DrafterConfig, LayerConfig
 from dspark_jax.data.records import Records
-from dspark_jax.drafters.dspark import drafter_specs
+from dspark_jax.drafters import drafter_specs
 from dspark_jax.nn.block import split_projections
 from dspark_jax.params import init
 from dspark_jax.targets import Target
@@ -131,13 +131,37 @@ def initial_params(
         layers = [
             split_projections(target.config, target.config.layers[i], target.params["layers"][i]) for i in copy_layers
         ]
-        params["layers"] = jax.tree.map(lambda x: jnp.array(x, jnp.float32), layers)
-        taps, d = len(config.target_layer_ids), config.decoder.hidden_size
-        params["fc"] = jnp.concatenate([jnp.zeros((d, (taps - 1) * d)), jnp.eye(d)], axis=1)
-        params["hidden_norm"] = jnp.array(layers[0]["input_layernorm"], jnp.float32)
-        params["norm"] = output_scale * jnp.array(target.params["norm"], jnp.float32)
+        layers = jax.tree.map(lambda x: jnp.array(x, jnp.float32), layers)
+        _copy_layers(params, config, layers, target.params["norm"] * output_scale)
     if markov is not None:
         params["markov"]["w1"], params["markov"]["w2"] = (jnp.asarray(x, jnp.float32) for x in markov)
     if config.confidence_head:
         params["confidence"] = jax.tree.map(jnp.zeros_like, params["confidence"])
     return params
+
+
+def _copy_layers(params: PyTree, config: DrafterConfig, layers: list[PyTree], norm: Any) -> None:
+    """Fills in what a drafter takes from its target's layers, and the projection that passes the last tap on."""
+    taps, d = len(config.target_layer_ids), config.decoder.hidden_size
+    params["norm"] = jnp.array(norm, jnp.float32)
+    if config.method == "mtp":
+        params["fc"], params["layers"] = jnp.concatenate([jnp.eye(d), jnp.eye(d)], axis=1) / 2, layers  # the mean
+        return
+    params["fc"] = jnp.concatenate([jnp.zeros((d, (taps - 1) * d)), jnp.eye(d)], axis=1)
+    if config.method == "eagle3":
+        _copy_beside_embedding(params["layers"][0], layers[0])
+    else:
+        params["layers"] = layers
+        params["hidden_norm"] = jnp.array(layers[0]["input_layernorm"])  # its own buffer: the state is donated
+
+
+def _copy_beside_embedding(layer: PyTree, copied: PyTree) -> None:
+    """EAGLE-3's attention reads [embedding; hidden state]: the copied projections are those of the hidden half, whose
+    norm is the copied one. The embedding's half stays as it was drawn."""
+    d = copied["attn"]["o_proj"].shape[0]
+    for name, value in copied["attn"].items():
+        wide = name in ("q_proj", "k_proj", "v_proj")
+        layer["attn"][name] = jnp.concatenate([layer["attn"][name][:, :d], value], axis=1) if wide else value
+    layer["hidden_norm"] = copied["input_layernorm"]
+    for name in copied.keys() - {"attn", "input_layernorm"}:
+        layer[name] = copied[name]

@@ -123,9 +123,14 @@ def test_only_mtp_reads_the_last_layer() -> None:
         check_target(read({**DEEPSPEC, "target_layer_ids": [0, 1, 4]}), target_config(), "d")
 
 
-@pytest.mark.parametrize("raw", [DEEPSPEC, {**DEEPSPEC, "norm_output": True}, MTP], ids=["eagle3", "norms", "mtp"])
+@pytest.mark.parametrize(
+    "raw",
+    [DEEPSPEC, {**DEEPSPEC, "norm_output": True}, MTP, {**MTP, "ttt_length": 5}],
+    ids=["eagle3", "norms", "mtp", "mtp of five steps"],
+)
 def test_a_written_config_reads_back_as_itself(raw: dict[str, Any]) -> None:
     config = read(raw)
+    assert config.block_size == raw.get("ttt_length", 1)
     written = drafter_config_to_hf(config)
     assert read(written) == config
     assert all(written[key] == value for key, value in raw.items() if key not in BACKBONE)

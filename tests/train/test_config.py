@@ -8,7 +8,7 @@ import pytest
 
 from dspark_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dspark_jax.config_toml import load_toml
-from dspark_jax.train.config import DataConfig, DrafterShape, TrainConfig, drafter_config
+from dspark_jax.train.config import DataConfig, DrafterShape, TrainConfig, drafter_config, fitted
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs" / "train").glob("*.toml"))
 
@@ -36,3 +36,40 @@ def test_the_drafter_takes_its_shape_from_the_target() -> None:
     assert config.method == "dspark" and config.trimmed and config.draft_vocab_size == 20
     plain = drafter_config(DrafterShape(1, (0,), 1, confidence_head=False), target)
     assert plain.method == "dflash" and not plain.trimmed and plain.draft_vocab_size == 24
+
+
+def _set(name: str, *overrides: str) -> TrainConfig:
+    return fitted(load_toml(CONFIGS[0].with_name(f"smollm2_{name}.toml"), TrainConfig, overrides))
+
+
+def test_block_size_and_layers_can_be_changed_alone() -> None:
+    """The widest width is the whole block, none is wider; the copied layers end where they ended."""
+    small, large = _set("dspark", "drafter.block_size=3"), _set("dspark", "drafter.block_size=15")
+    assert small.data.widths == (3, 3, 3, 2, 3, 3, 3, 3, 3, 1) and small.drafter.block_widths == (1, 2, 3)
+    assert large.data.widths == (15, 3, 5, 2, 15, 4, 3, 6, 5, 1) and large.data.heldout_widths == (15, 5, 3)
+    assert large.drafter.block_widths == (1, 2, 3, 4, 5, 6, 15)
+    assert _set("dspark", "drafter.layers=1").drafter.copy_layers == (29,)
+    assert _set("dspark", "drafter.layers=3").drafter.copy_layers == (27, 28, 29)
+    given = load_toml(CONFIGS[0].with_name("smollm2_dspark.toml"), TrainConfig)
+    assert fitted(given) == given
+    assert _set("eagle3", "drafter.block_size=3").data.widths == (3,)
+    assert _set("mtp", "drafter.block_size=1").data.heldout_widths == (1,)
+    with pytest.raises(ValueError, match=r"drafter\.layers = 31: the target has too few layers up to 29"):
+        _set("dspark", "drafter.layers=31")
+
+
+def test_a_chain_has_one_layer_and_no_heads_and_mtp_taps_the_last_layer() -> None:
+    layer = LayerConfig(num_kv_heads=1, head_dim=8, rope=RopeConfig())
+    target = DecoderConfig("llama", 24, 16, 32, 2, (layer,) * 5, tie_embeddings=True)
+    eagle3 = drafter_config(DrafterShape(1, (0, 3), method="eagle3", confidence_head=False, draft_vocab=20), target)
+    assert eagle3.chain and eagle3.block_size == 7 and eagle3.trimmed and eagle3.mask_token_id < 0
+    mtp = drafter_config(DrafterShape(1, (4,), method="mtp", block_size=5, confidence_head=False), target)
+    assert mtp.method == "mtp" and mtp.block_size == 5
+    with pytest.raises(ValueError, match="confidence_head = True: set markov_rank = 0"):
+        DrafterShape(1, (0,), method="eagle3")
+    with pytest.raises(ValueError, match=r"last layer, \[4\], found \[3\]"):
+        drafter_config(DrafterShape(1, (3,), method="mtp", confidence_head=False), target)
+    with pytest.raises(ValueError, match="one layer, found 2"):
+        drafter_config(DrafterShape(2, (0,), method="eagle3", confidence_head=False), target)
+    with pytest.raises(ValueError, match="needs a mask_token_id"):
+        drafter_config(DrafterShape(1, (0,)), target)

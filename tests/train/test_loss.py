@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax.train.loss import dspark_loss, quotient, slot_loss
+from dspark_jax.train.loss import dspark_loss, quotient, slot_loss, slot_terms
 from tests.train.oracle_case import CASES, load_case
 
 
@@ -85,6 +85,19 @@ def test_a_trimmed_vocabulary_counts_the_mass_outside() -> None:
     np.testing.assert_allclose(small.confidence, full.confidence, rtol=1e-6)
     # The label of the second slot is outside: it leaves the cross entropy, numerator and denominator.
     np.testing.assert_allclose(small.ce, (-jax.nn.log_softmax(draft[0])[1], 1.0), rtol=1e-6)
+
+
+def test_a_soft_cross_entropy_is_against_the_target_and_leaves_out_what_cannot_be_drafted() -> None:
+    """Target (1/2, 1/4 | 1/4 outside) against a draft of (3/4, 1/4): (1/2) ln 4/3 + (1/4) ln 4, whatever the label. The
+    L1 distance, 1/4 + 0 + 1/4, and the denominator are those of the hard one."""
+    draft, target = jnp.log(jnp.array([[3.0, 1.0]])), jnp.array([[0.5, 0.25]])
+    arguments = (draft, target, jnp.array([0.25]), jnp.array([1]), jnp.array([False]), None, jnp.array([0.5]))
+    soft, hard = slot_terms(*arguments, soft=True), slot_terms(*arguments)
+    expected = 0.5 * math.log(4 / 3) + 0.25 * math.log(4)
+    np.testing.assert_allclose(soft.ce, (0.5 * expected, 0.5), rtol=1e-6)
+    np.testing.assert_allclose(soft.l1, (0.25, 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(soft.l1, hard.l1)
+    assert float(hard.ce[1]) == 0.0
 
 
 def test_no_gradient_reaches_the_target_or_flows_through_the_acceptance_rate() -> None:

@@ -37,6 +37,19 @@ def test_one_device_four_devices_and_two_processes_have_the_same_losses(tmp_path
             np.testing.assert_allclose(*values, rtol=1e-4 if key == "grad_norm" else 1e-5, err_msg=f"{name} {key}")
 
 
+@pytest.mark.slow
+def test_a_chain_has_the_same_losses_on_four_devices(tmp_path: Path) -> None:
+    """EAGLE-3 by training-time test, six steps of batch 4; tolerances as above."""
+    common = ("--steps", "6", "--batch", "4", "--method", "eagle3")
+    finish(start(tmp_path / "one", *common))
+    finish(start(tmp_path / "four", *common, "--local-devices", "4"))
+    expected, found = lines(tmp_path / "one"), lines(tmp_path / "four")
+    assert len(expected) == len(found) == 6
+    for key in ("total", "ce", "l1", "grad_norm", "tau", "positions"):
+        values = [[line[key] for line in rows] for rows in (found, expected)]
+        np.testing.assert_allclose(*values, rtol=1e-4 if key == "grad_norm" else 1e-5, err_msg=key)
+
+
 def test_a_batch_that_cannot_be_split_is_refused() -> None:
     count = len(jax.devices())
     with pytest.raises(ValueError, match=f"devices = {count + 1}, but there are {count}"):

@@ -51,6 +51,26 @@ def test_a_copied_drafter_begins_as_the_targets_last_layers() -> None:
     assert not params["confidence"]["proj"].any()
 
 
+def test_a_copied_chain_begins_as_one_of_the_targets_layers() -> None:
+    """EAGLE-3's attention reads the copied layer's input in its second half; MTP's pair begins as its mean."""
+    target = Target.random(CONFIG, jax.random.key(0), fuse=False)
+    decoder, copied = DecoderConfig(**{**vars(CONFIG), "layers": (LAYER,)}), target.params["layers"][2]
+    eagle3 = warm_start.initial_params(
+        target, DrafterConfig("eagle3", decoder, 3, (0, 1)), jax.random.key(1), copy_layers=(2,), output_scale=0.5
+    )
+    layer, x = eagle3["layers"][0], jnp.arange(32.0)
+    np.testing.assert_array_equal(layer["attn"]["k_proj"][:, 16:], copied["attn"]["k_proj"])
+    assert np.abs(layer["attn"]["k_proj"][:, :16]).min() > 0
+    np.testing.assert_array_equal(layer["attn"]["o_proj"], copied["attn"]["o_proj"])
+    np.testing.assert_array_equal(layer["hidden_norm"], copied["input_layernorm"])
+    np.testing.assert_array_equal(layer["mlp"]["up_proj"], copied["mlp"]["up_proj"])
+    np.testing.assert_array_equal(eagle3["fc"] @ x, x[16:])
+    np.testing.assert_array_equal(eagle3["norm"], 0.5 * target.params["norm"])
+    mtp = warm_start.initial_params(target, DrafterConfig("mtp", decoder, 3, (2,)), jax.random.key(1), copy_layers=(2,))
+    np.testing.assert_array_equal(mtp["layers"][0]["attn"]["q_proj"], copied["attn"]["q_proj"])
+    np.testing.assert_array_equal(mtp["fc"] @ x, (x[:16] + x[16:]) / 2)
+
+
 def test_the_draft_vocabulary_is_sorted_and_keeps_what_it_must(tmp_path: Path) -> None:
     """Tokens 9, 9, 5 are learnt, 8 is a prompt's; 2 belongs to it whatever its count."""
     write_records(tmp_path, [([8, 8, 8, 9, 9, 5], [False] * 3 + [True] * 3)], vocab_size=12)

@@ -65,6 +65,19 @@ def config(folder: Path, count: int = 40, **changes: Any) -> Any:
     return dataclasses.replace(values, **changes)
 
 
+def chain(values: Any, method: str, **changes: Any) -> Any:
+    """The same run of an EAGLE-3 or MTP drafter, its parameters averaged."""
+    from dspark_jax.train.config import DrafterShape, LossConfig
+
+    shape = DrafterShape(
+        1, (0,) if method == "eagle3" else (1,), method=method, block_size=3, copy_layers=(1,), confidence_head=False,
+        draft_vocab=20, always=(0, 1),
+    )  # fmt: skip
+    optim = dataclasses.replace(values.optim, ema_decay=0.5)
+    loss = LossConfig((1.0, 0.0, 0.0), decay=4.4814, soft=True)
+    return dataclasses.replace(values, drafter=shape, optim=optim, loss=loss, **changes)
+
+
 def main() -> None:
     """Trains; several processes where ``--coordinator`` is given."""
     parser = argparse.ArgumentParser()
@@ -72,6 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--local-devices", type=int, default=1)
+    parser.add_argument("--method", default="dspark")
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
@@ -86,6 +100,7 @@ def main() -> None:
     from dspark_jax.train.loop import Run
 
     base = config(args.folder.parent, 100)
+    base = base if args.method == "dspark" else chain(base, args.method)
     run = Run(
         dataclasses.replace(
             base,
