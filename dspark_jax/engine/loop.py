@@ -220,13 +220,15 @@ class Engine(Ground):
         def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
             assert times is not None
             last = self.buckets.tokens[slots][-1]
-            return times.curve(len(working), slots, context, last), times.draft_ms(slots, draft_context)
+            size = self.buckets.slot_bucket(max(sum(drafting), 1))
+            return times.curve(len(working), slots, context, last), times.draft_ms(size, draft_context)
 
         decision = self._policy.decide(self._cycle, working, None if times is None else costs)
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
-        """A block for every row of the slot bucket; None where the cycle has no drafts."""
+        """A block for every request that gets one, in a slot bucket of their own number; None where the cycle has no
+        drafts."""
         if plan is None:
             return None
         working, least = plan.working, plan.least
@@ -241,9 +243,11 @@ class Engine(Ground):
         for row, tenant in zip(plan.places, working, strict=True):
             estimate = self._policy.conditional(tenant)
             calibration[row] = tenant.confidence_temperature if estimate is None else estimate
-        key = Key("draft", plan.slots, 0, plan.draft_context)
-        threshold = self.config.confidence_threshold
-        return self._programs.draft(self._state, key, plan.decision.drafts, threshold, calibration, least)
+        key = Key("draft", self.buckets.slot_bucket(drafting), 0, plan.draft_context)
+        rows = plan.draft_slots(key.slots)
+        self._counters.add("draft_rows", key.slots)
+        total, threshold = plan.decision.drafts, self.config.confidence_threshold
+        return self._programs.draft(self._state, key, total, threshold, calibration[rows], least[rows], rows)
 
     def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:
         """Dispatches the target's forward over everybody's anchor and admitted drafts."""
@@ -342,8 +346,8 @@ class Engine(Ground):
         self._flights.append(flight)
 
     def _read_back(self, plan: Plan, draft: steps.Draft) -> tuple[np.ndarray, int]:
-        """Drafts to verify ``[R]`` by the policy's reading of the draft, and their number."""
-        admitted = np.zeros(plan.slots, np.int32)
+        """Drafts to verify ``[S]`` by the policy's reading of the draft, and their number."""
+        admitted = np.zeros(self.config.max_num_seqs, np.int32)
         admitted[plan.places] = self._policy.lengths(
             plan.working,
             plan.decision,
