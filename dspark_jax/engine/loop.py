@@ -62,7 +62,7 @@ class Engine(Ground):
         self._fresh_seeds = np.random.default_rng(config.seed)
         self._ids = 0
         self._counters = Counters()
-        self._reports = Reports(self._counters, self._policy.drafts)
+        self._reports = Reports(self._counters, self._policy.drafts, self._drift)
         self.reset()
 
     def reset(self) -> None:
@@ -175,10 +175,11 @@ class Engine(Ground):
     def counters(self) -> dict[str, Any]:
         """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program,
         ``budgets`` with the requests by the drafts verified for them in a cycle, and what is there now: ``running``,
-        ``waiting``, ``slots``."""
+        ``waiting``, ``slots``, and ``step_time_ratio``, measured / predicted milliseconds of late."""
         return {
             **self._counters.snapshot(),
             "late_compiles": self._programs.late_compiles,
+            "step_time_ratio": self._drift.ratio,
             "running": len(self._slots),
             "waiting": len(self._waiting),
             "slots": self.config.max_num_seqs,
@@ -215,15 +216,8 @@ class Engine(Ground):
         width = self.buckets.width
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
-        times = self._times
-
-        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
-            assert times is not None
-            last = self.buckets.tokens[slots][-1]
-            size = self.buckets.slot_bucket(max(sum(drafting), 1))
-            return times.curve(len(working), slots, context, last), times.draft_ms(size, draft_context)
-
-        decision = self._policy.decide(self._cycle, working, None if times is None else costs)
+        costs = self._costs(self._cycle, len(working), slots, context, draft_context)
+        decision = self._policy.decide(self._cycle, working, costs)
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
