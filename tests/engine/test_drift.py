@@ -26,7 +26,8 @@ def watched(drift: Drift, key: Key, ratio: float, cycles: int, first: int = 0) -
 
 
 def test_a_drift_is_said_once_and_again_when_it_goes_on(caplog: Any) -> None:
-    """Nothing at 10 % and at an odd cycle; a line where it passes 1.25 times, one more at 1.25 of that; the ratio is a running mean."""
+    """Nothing at 10 % and at an odd cycle; a line where it passes 1.25 times, one more at 1.25 of that; the ratio is a
+    running mean."""
     drift = Drift(BUCKETS, correct=False)
     watched(drift, FOUR, 1.1, 50)
     assert drift.ratio == pytest.approx(1.1) and caplog.records == []
