@@ -26,6 +26,7 @@ if str(ROOT) not in sys.path:
 
 from dspark_jax.schedule import StepTimeTable, admit_early_stop, admit_top_k, capacity  # noqa: E402
 from dspark_jax.schedule import survival as survival_of  # noqa: E402
+from dspark_jax.schedule.choice import choose  # noqa: E402
 
 
 def literal_early_stop(survival: np.ndarray, table: StepTimeTable) -> list[int]:
@@ -82,6 +83,8 @@ def measure(slots: int, width: int, seed: int) -> dict[str, float | int]:
         "capacity_drafts": drafts,
         "survival_us": microseconds(lambda: survival_of(survival), 200),
         "capacity_us": microseconds(lambda: capacity(survival, table, 1.0), 200),
+        "choose_us": microseconds(lambda: choose(survival, table, 1.0, min_gain=0.05), 200),
+        "choose_with_floor_us": microseconds(lambda: choose(survival, table, 1.0, floor_per_ms=0.02), 200),
         "capacity_float32_us": microseconds(lambda: capacity(single, table, 1.0), 200),
         "admit_top_k_us": microseconds(lambda: admit_top_k(survival, drafts), 200),
         "early_stop_us": microseconds(lambda: admit_early_stop(survival, slope), 200),

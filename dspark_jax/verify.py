@@ -24,7 +24,7 @@ class Drafts(flax.struct.PyTreeNode):
 
     tokens: Array  # [R, G] target ids
     draft_index: Array  # [R, G] columns of log_q
-    log_q: Array  # [R, G, Vd]
+    log_q: Array  # [>= R, G, Vd], the first R rows are read
     d2t: Array | None  # [Vd]
 
 
@@ -101,7 +101,7 @@ def _rejection_tests(log_p: Array, layout: Layout, drafts: Drafts, keys: RowKeys
     rows = jnp.arange(keys.seed.shape[0])
     flat = layout.index[:, :offered]
     p = log_p[flat, drafts.tokens[:, :offered]]
-    q = jnp.take_along_axis(drafts.log_q[:, :offered], drafts.draft_index[:, :offered, None], axis=-1)[..., 0]
+    q = drafts.log_q[rows[:, None], jnp.arange(offered)[None, :], drafts.draft_index[:, :offered]]
     ratio = jnp.exp(jnp.minimum(p - q.astype(p.dtype), 0.0))
     columns = [noise.accept(ratio[:, k], cycle_key(keys, jnp.full(rows.shape, k), ACCEPT)) for k in range(offered)]
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((rows.shape[0], 0), bool)

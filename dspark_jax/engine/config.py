@@ -33,6 +33,8 @@ class EngineConfig:
         profile_seconds: budget of that measurement.
         profile_dir: where measured tables are kept for the next start; None: the user's cache directory; "": they
             are not.
+        correct_step_times: adaptive modes decide by the table as the cycles measured since would have it. Without it
+            a drift is only logged.
         min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
         speed_floor: tokens per second that adaptive modes try to keep for every request (0: none).
         overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
@@ -55,6 +57,7 @@ class EngineConfig:
     step_time: Any = None
     profile_seconds: float = 15.0
     profile_dir: str | None = None
+    correct_step_times: bool = False
     min_gain: float = 0.0
     speed_floor: float = 0.0
     overlap: bool = True

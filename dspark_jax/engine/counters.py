@@ -19,6 +19,7 @@ NAMES = (
     "prefill_padding_tokens",
     "cycles",
     "drafted",
+    "draft_rows",  # of the draft programs that ran, padding included
     "scheduled",  # drafts admitted to a forward
     "offered",  # of those the ones of requests that were still at work
     "trimmed",  # drafted and not offered

@@ -34,6 +34,13 @@ class Plan:
         """Their rows."""
         return [row for row, tenant in enumerate(self.rows) if tenant is not None]
 
+    def draft_slots(self, size: int) -> np.ndarray:
+        """``[size]`` int32, ascending: the slots a draft program of ``size`` rows works for. All that get a draft, and
+        as many others as fill it up."""
+        least = self.least
+        first = np.argsort(least == OUTSIDE, kind="stable")[:size]
+        return np.sort(first).astype(np.int32)
+
     @property
     def least(self) -> np.ndarray:
         """``[R]`` the decision's ``least`` by row; idle rows get no drafts."""
@@ -51,8 +58,8 @@ class Flight:
     plan: Plan | None = None  # None: the end of a prefill
     key: Key | None = None  # program of the target's forward
     scheduled: int = 0  # drafts admitted over all rows
-    survival: Array | None = None  # [R, G] of a cycle that drafted
-    tokens: Array | None = None  # [R, G] its drafts
+    survival: Array | None = None  # [S, G] of a cycle that drafted
+    tokens: Array | None = None  # [S, G] its drafts
     began: float = 0.0  # seconds, at the first dispatch of the cycle
     alone: bool = True  # nothing but the cycle's own programs ran since the cycle before
 

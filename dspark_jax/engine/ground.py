@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ from dspark_jax.cycle import Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel
 from dspark_jax.engine.buckets import Key, plan_buckets
 from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.origin import origin
-from dspark_jax.engine.policy import Temperatures
+from dspark_jax.engine.policy import Costs, Temperatures
 from dspark_jax.engine.profile import profile
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.step_times import Store, given, obtain
@@ -56,6 +57,7 @@ class Ground:
         )
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
+        self._drift = Drift(self.buckets, config.correct_step_times)
         self._programs = Programs(
             target,
             drafter,
@@ -76,6 +78,20 @@ class Ground:
             store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, keys)))
             self._times = obtain(lambda: self._measure(progress), store, progress, anew)
         self._programs.warm = True
+
+    def _costs(self, cycle: int, requests: int, slots: int, context: int, draft_context: int) -> Costs | None:
+        """What a cycle of ``requests`` in a slot bucket costs; None without step times."""
+        times = self._times
+        if times is None:
+            return None
+        self._drift.advance(cycle)
+
+        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
+            curve = times.curve(requests, slots, context, self.buckets.tokens[slots][-1])
+            draft_ms = times.draft_ms(self.buckets.slot_bucket(max(sum(drafting), 1)), draft_context)
+            return self._drift.corrected(curve, draft_ms, requests, slots, context), draft_ms
+
+        return costs
 
     def _measure(self, progress: Progress) -> StepTimeTable:
         """Step times of the engine's own programs; the engine must be idle."""

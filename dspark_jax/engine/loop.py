@@ -62,7 +62,7 @@ class Engine(Ground):
         self._fresh_seeds = np.random.default_rng(config.seed)
         self._ids = 0
         self._counters = Counters()
-        self._reports = Reports(self._counters, self._policy.drafts)
+        self._reports = Reports(self._counters, self._policy.drafts, self._drift)
         self.reset()
 
     def reset(self) -> None:
@@ -175,10 +175,11 @@ class Engine(Ground):
     def counters(self) -> dict[str, Any]:
         """Numbers since the start (``counters.NAMES``), ``buckets`` with the use of every decoding program,
         ``budgets`` with the requests by the drafts verified for them in a cycle, and what is there now: ``running``,
-        ``waiting``, ``slots``."""
+        ``waiting``, ``slots``, and ``step_time_ratio``, measured / predicted milliseconds of late."""
         return {
             **self._counters.snapshot(),
             "late_compiles": self._programs.late_compiles,
+            "step_time_ratio": self._drift.ratio,
             "running": len(self._slots),
             "waiting": len(self._waiting),
             "slots": self.config.max_num_seqs,
@@ -215,18 +216,13 @@ class Engine(Ground):
         width = self.buckets.width
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
-        times = self._times
-
-        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
-            assert times is not None
-            last = self.buckets.tokens[slots][-1]
-            return times.curve(len(working), slots, context, last), times.draft_ms(slots, draft_context)
-
-        decision = self._policy.decide(self._cycle, working, None if times is None else costs)
+        costs = self._costs(self._cycle, len(working), slots, context, draft_context)
+        decision = self._policy.decide(self._cycle, working, costs)
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
-        """A block for every row of the slot bucket; None where the cycle has no drafts."""
+        """A block for every request that gets one, in a slot bucket of their own number; None where the cycle has no
+        drafts."""
         if plan is None:
             return None
         working, least = plan.working, plan.least
@@ -241,9 +237,11 @@ class Engine(Ground):
         for row, tenant in zip(plan.places, working, strict=True):
             estimate = self._policy.conditional(tenant)
             calibration[row] = tenant.confidence_temperature if estimate is None else estimate
-        key = Key("draft", plan.slots, 0, plan.draft_context)
-        threshold = self.config.confidence_threshold
-        return self._programs.draft(self._state, key, plan.decision.drafts, threshold, calibration, least)
+        key = Key("draft", self.buckets.slot_bucket(drafting), 0, plan.draft_context)
+        rows = plan.draft_slots(key.slots)
+        self._counters.add("draft_rows", key.slots)
+        total, threshold = plan.decision.drafts, self.config.confidence_threshold
+        return self._programs.draft(self._state, key, total, threshold, calibration[rows], least[rows], rows)
 
     def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:
         """Dispatches the target's forward over everybody's anchor and admitted drafts."""
@@ -342,8 +340,8 @@ class Engine(Ground):
         self._flights.append(flight)
 
     def _read_back(self, plan: Plan, draft: steps.Draft) -> tuple[np.ndarray, int]:
-        """Drafts to verify ``[R]`` by the policy's reading of the draft, and their number."""
-        admitted = np.zeros(plan.slots, np.int32)
+        """Drafts to verify ``[S]`` by the policy's reading of the draft, and their number."""
+        admitted = np.zeros(self.config.max_num_seqs, np.int32)
         admitted[plan.places] = self._policy.lengths(
             plan.working,
             plan.decision,

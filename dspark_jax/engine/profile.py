@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark_jax.engine.buckets import Buckets, Key
 from dspark_jax.schedule import StepTimeTable
-from dspark_jax.schedule.additive import AdditiveModel, fit
+from dspark_jax.schedule.additive import AdditiveModel, Step, fit
 from dspark_jax.schedule.step_time import isotonic
 
 logger = logging.getLogger(__name__)
@@ -128,15 +128,13 @@ def _ends(values: Any) -> list[int]:
     return [known[0], known[-1]][: len(known)]
 
 
-def _place(key: Key, buckets: Buckets) -> tuple[int, int]:
-    """Tokens of the program's matmuls, and cache cells it reads."""
-    tokens = key.slots * buckets.drafts if key.kind == "draft" else key.tokens
-    return tokens, key.slots * key.context
+def _tokens(key: Key, buckets: Buckets) -> int:
+    """Of the program's matmuls."""
+    return key.slots * buckets.drafts if key.kind == "draft" else key.tokens
 
 
-def _model(medians: Mapping[Key, float], kind: str, buckets: Buckets) -> AdditiveModel:
-    known = [(*_place(key, buckets), ms) for key, ms in medians.items() if key.kind == kind]
-    return fit(*zip(*known, strict=True))
+def _model(medians: Mapping[Key, float], buckets: Buckets) -> AdditiveModel:
+    return fit([Step(key.kind, _tokens(key, buckets), key.slots, key.context, ms) for key, ms in medians.items()])
 
 
 def _worst_error(medians: Mapping[Key, float], buckets: Buckets) -> tuple[float, int]:
@@ -144,11 +142,12 @@ def _worst_error(medians: Mapping[Key, float], buckets: Buckets) -> tuple[float,
     whose number of tokens was also measured with other slots or another context."""
     worst, held_out = 0.0, 0
     for key, ms in medians.items():
-        tokens, cells = _place(key, buckets)
-        rest = {k: m for k, m in medians.items() if k != key and k.kind == key.kind}
-        if any(_place(k, buckets)[0] == tokens for k in rest):
+        tokens = _tokens(key, buckets)
+        rest = {k: m for k, m in medians.items() if k != key}
+        if any((k.kind, _tokens(k, buckets)) == (key.kind, tokens) for k in rest):
             held_out += 1
-            worst = max(worst, _model(rest, key.kind, buckets).worst_error([tokens], [cells], [ms]))
+            step = Step(key.kind, tokens, key.slots, key.context, ms)
+            worst = max(worst, _model(rest, buckets).error(step))
     return worst, held_out
 
 
@@ -156,10 +155,10 @@ def _table(
     buckets: Buckets, keys: Sequence[Key], medians: Mapping[Key, float], about: Mapping[str, Any]
 ) -> StepTimeTable:
     """A row for each slot bucket and context: the plain step first where there is one, then the verify sizes."""
-    models = {kind: _model(medians, kind, buckets) for kind in {key.kind for key in keys}}
+    model = _model(medians, buckets)
 
     def ms(key: Key) -> float:
-        return medians[key] if key in medians else models[key.kind].ms(*_place(key, buckets))
+        return medians.get(key) or model.ms(key.kind, _tokens(key, buckets), key.slots, key.context)
 
     rows = []
     for slots in buckets.slots:

@@ -58,7 +58,7 @@ class Programs:
         self._rule, self._max_positions, self._static = rule, max_positions, static
         self._place = Placement(target)
         self._table: dict[Key, Callable[..., Any]] = {}
-        self._proposals: dict[int, Proposal] = {}  # shapes, by slot bucket
+        self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its log_q
         self.warm = False
         self.late_compiles = 0
 
@@ -66,6 +66,7 @@ class Programs:
 
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty."""
+        self._proposal = None
         slots, cells = self._slots, self._buckets.cells
         state = self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
@@ -145,11 +146,21 @@ class Programs:
         return self._run(key, state, tokens, count, final, _index(slot))
 
     def draft(
-        self, state: DecodeState, key: Key, total: int, threshold: float, calibration: np.ndarray, least: np.ndarray
+        self,
+        state: DecodeState,
+        key: Key,
+        total: int,
+        threshold: float,
+        calibration: np.ndarray,
+        least: np.ndarray,
+        slots: np.ndarray,
     ) -> steps.Draft:
-        """See ``steps.draft``; ``calibration [R, G]`` float32, ``least [R]`` int32."""
-        state = state.replace(target=None, ring=None)
-        return self._run(key, state, np.int32(total), np.float32(threshold), calibration, least)
+        """See ``steps.draft``; ``calibration [R, G]`` float32, ``least [R]`` and ``slots [R]`` int32. Call ``verify``
+        before the next one."""
+        bare, log_q = state.replace(target=None, ring=None), self._last_proposal(state).log_q
+        draft = self._run(key, bare, log_q, np.int32(total), np.float32(threshold), calibration, least, slots)
+        self._proposal = draft.proposal
+        return draft
 
     def verify(
         self, state: DecodeState, key: Key, proposal: Proposal, admitted: Array | np.ndarray
@@ -182,10 +193,10 @@ class Programs:
         arguments = list(self._example(key, state))
         if key.kind == "verify":
             rows = np.arange(key.slots)
-            arguments[2] = (key.tokens // key.slots - 1 + (rows < key.tokens % key.slots)).astype(np.int32)
+            arguments[2][rows] = key.tokens // key.slots - 1 + (rows < key.tokens % key.slots)
         jax.block_until_ready(arguments)
         out, seconds = _timed(lambda: jax.block_until_ready(self._run(key, *arguments)))
-        return (state if key.kind == "draft" else out[0]), seconds
+        return self._state_after(key, state, out), seconds
 
     def rest(self, state: DecodeState) -> DecodeState:
         """All slots idle; the caches stay as they are."""
@@ -249,12 +260,10 @@ class Programs:
 
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
-        donated = () if key.kind == "draft" else (len(weights),)
+        # The state is donated; a draft leaves it alone, and overwrites the log_q behind it.
+        donated = len(weights) + (key.kind == "draft")
         options = self._place.out_shardings(key.kind, arguments[0])
-        lowered = jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
-        if key.kind == "draft":
-            self._proposals[key.slots] = lowered.out_info.proposal
-        return lowered
+        return jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
 
     def compile_all(self, keys: Sequence[Key], state: DecodeState, progress: Progress) -> DecodeState:
         """Compiles and runs every program once on an idle state; a line each. Returns the state.
@@ -287,28 +296,37 @@ class Programs:
                 tokens = np.zeros((1, key.tokens), np.int32)
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)
             case "draft":
-                calibration, least = (
-                    np.ones((key.slots, self._buckets.drafts), np.float32),
-                    np.zeros(key.slots, np.int32),
-                )
-                return state.replace(target=None, ring=None), np.int32(0), np.float32(0.0), calibration, least
+                calibration = np.ones((key.slots, self._buckets.drafts), np.float32)
+                least, slots = np.zeros(key.slots, np.int32), np.arange(key.slots, dtype=np.int32)
+                bare, log_q = state.replace(target=None, ring=None), self._last_proposal(state).log_q
+                return bare, log_q, np.int32(0), np.float32(0.0), calibration, least, slots
             case "verify":
-                return state, self._example_proposal(key.slots), np.zeros(key.slots, np.int32)
+                return state, self._last_proposal(state), np.zeros(self._slots, np.int32)
             case "absorb":
                 return state, np.int32(0), np.zeros(key.slots, np.int32)
             case "plain":
                 return state, np.zeros(key.slots, np.int32)
         raise ValueError(f"no program of kind {key.kind!r}")
 
-    def _example_proposal(self, slots: int) -> Proposal:
-        """Zeros of the shapes that the draft program returns; it is lowered first."""
-        zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._proposals[slots])
-        return self._place.put(zeros)
+    def _last_proposal(self, state: DecodeState) -> Proposal:
+        """Of the last draft; zeros before the first one."""
+        if self._proposal is None:
+
+            def propose(drafter: DrafterModel, state: DecodeState) -> Proposal:
+                return cycle.draft(drafter, state, num_drafts=self._buckets.drafts, static=self._static)
+
+            shapes = jax.eval_shape(propose, self._drafter, state.replace(target=None, ring=None))
+            self._proposal = self._place.put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
+        return self._proposal
 
     def _try(self, key: Key, state: DecodeState) -> DecodeState:
-        out = self._run(key, *self._example(key, state))
-        jax.block_until_ready(out)
+        out = jax.block_until_ready(self._run(key, *self._example(key, state)))
+        return self._state_after(key, state, out)
+
+    def _state_after(self, key: Key, state: DecodeState, out: Any) -> DecodeState:
+        """What a program that ran on an example leaves; a draft leaves the state as it was."""
         if key.kind == "draft":
+            self._proposal = out.proposal
             return state
         return out[0] if isinstance(out, tuple) else out
 

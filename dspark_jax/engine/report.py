@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dspark_jax.engine.counters import Counters
+from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.flight import Flight
 from dspark_jax.engine.policy import OUTSIDE
@@ -53,9 +54,9 @@ Watcher = Callable[[CycleReport], None]
 class Reports:
     """Turns settled flights into counters, scores and reports."""
 
-    def __init__(self, counters: Counters, drafts: int) -> None:
+    def __init__(self, counters: Counters, drafts: int, drift: Drift | None = None) -> None:
         self.watchers: list[Watcher] = []
-        self._counters, self._drafts = counters, drafts
+        self._counters, self._drafts, self._drift = counters, drafts, drift
         self._settled = 0.0  # when the cycle before was known to be over
 
     def settled(self, flight: Flight, out: Emitted) -> list[Score]:
@@ -71,6 +72,9 @@ class Reports:
         inside = (plan.least != OUTSIDE) if survival is not None else np.zeros(plan.slots, bool)
         predicted_ms = predicted(flight)
         self._count(flight, out, rows, inside, predicted_ms, measured_ms)
+        if self._drift is not None and predicted_ms is not None and measured_ms is not None:
+            if flight.survival is None or key.kind == "verify":  # else a draft that was paid and not verified
+                self._drift.observe(plan.cycle, key, predicted_ms, measured_ms)
         if self.watchers:
             report = CycleReport(
                 cycle=plan.cycle,

@@ -25,11 +25,12 @@ MOVE_CHUNK = 256
 
 
 class Draft(NamedTuple):
-    """What the draft program returns for R rows."""
+    """What the draft program returns, by slot: all S of them, so that any verify program takes the draft of any draft
+    program. Where a slot was not drafted for, nothing is admitted."""
 
-    proposal: Proposal
-    admitted: Array  # [R] int32 drafts to verify
-    survival: Array  # [R, G] float32: 0 where no draft may be admitted, rows non-increasing
+    proposal: Proposal  # its log_q is given away with the next draft
+    admitted: Array  # [S] int32 drafts to verify
+    survival: Array  # [S, G] float32: 0 where no draft may be admitted, rows non-increasing
 
 
 class Emitted(NamedTuple):
@@ -79,10 +80,12 @@ def prefill(
 def draft(
     drafter: DrafterModel,
     state: DecodeState,
+    log_q: Array,
     total: Array,
     threshold: Array,
     calibration: Array,
     least: Array,
+    slots: Array,
     *,
     rows: int,
     drafts: int,
@@ -91,18 +94,22 @@ def draft(
     rule: str,
     static: Static,
 ) -> Draft:
-    """A block for each row, and how much of it to verify.
+    """A block for each of R rows, and how much of it to verify.
 
     Args:
+        log_q: ``[S, G, Vd]`` of the draft before, overwritten where the rows are (donated).
         total: [] int32, drafts to admit over all rows (rule ``top_k``).
         threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
         calibration: ``[R, G]`` confidence temperatures of each request, 1 for raw confidences; for a drafter without
             a confidence head the estimated acceptance of each position itself.
         least: ``[R]`` int32 (rule ``top_k``): the first so many drafts of a row are admitted before all others, and
             count in ``total``; -1: the row gets none.
+        slots: ``[R]`` int32, ascending: the slots that the rows are. Where R = S they are all of them.
         max_positions: the target's window, the only reason to shorten a block.
         rule: ``all`` | ``threshold`` | ``top_k``. Each looks at confidences and at no token.
     """
+    everyone = rows == state.length.shape[0]
+    state = state if everyone else _of_slots(state, slots, context)
     proposal = cycle.draft(drafter, state, num_drafts=drafts, rows=rows, context=context, static=static)
     room = jnp.where(state.active[:rows], cycle.window_limit(state, max_positions, rows), 0)
     conditional = calibration.astype(jnp.float32)
@@ -121,7 +128,25 @@ def draft(
         admitted = admit_threshold(jax.nn.sigmoid(jnp.asarray(proposal.confidence_logits)), threshold)
     else:
         admitted = jnp.full(rows, drafts, jnp.int32)
-    return Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
+    found = Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
+    if everyone:
+        return found
+    placed = jax.tree.map(lambda a: jnp.zeros((log_q.shape[0], *a.shape[1:]), a.dtype).at[slots].set(a), found)
+    return placed._replace(proposal=placed.proposal.replace(log_q=log_q.at[slots].set(proposal.log_q)))
+
+
+def _of_slots(state: DecodeState, slots: Array, context: int) -> DecodeState:
+    """The rows ``slots [R]`` of a state, as far as drafting reads it: ``context`` cells of its caches."""
+
+    def part(cache: PyTree) -> PyTree:
+        if not isinstance(cache, KVCache):
+            return cache[slots]  # a scripted model's state, or what a chain remembers: slots first
+        if cache.stacked:
+            return jax.tree.map(lambda a: a[:, slots, :, :context], cache)
+        return jax.tree.map(lambda a: a[slots, :, :context], cache)
+
+    small = jax.tree.map(lambda a: a[slots], state.small())
+    return small.replace(draft=jax.tree.map(part, state.draft, is_leaf=lambda x: isinstance(x, KVCache)))
 
 
 def verify(
@@ -136,9 +161,12 @@ def verify(
     context: int,
     static: Static,
 ) -> tuple[DecodeState, Array]:
-    """The admitted drafts of each row, in a forward of ``tokens`` flat tokens."""
+    """The admitted drafts of each row, in a forward of ``tokens`` flat tokens; ``proposal`` and ``admitted`` are those
+    of all slots."""
+    # log_q is large and only a few of its entries are read, so it stays whole.
+    proposal = proposal.replace(tokens=proposal.tokens[:rows], draft_index=proposal.draft_index[:rows])
     state, commit = cycle.step(
-        target, drafter, state, proposal, admitted, rows=rows, tokens=tokens, context=context, static=static
+        target, drafter, state, proposal, admitted[:rows], rows=rows, tokens=tokens, context=context, static=static
     )
     return state, pack(commit)
 

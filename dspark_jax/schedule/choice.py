@@ -81,12 +81,21 @@ def choose(
 
 
 def _slowest(rows: np.ndarray, size: int) -> np.ndarray:
-    """``[size]`` expected tokens of the request that has fewest, after 0, 1, 2, ... admissions."""
-    order = np.argsort(-rows, axis=None, kind="stable")[: size - 1]  # ties: lower slot, lower position
-    tokens = np.ones((size, rows.shape[0]))
-    np.add.at(tokens, (np.arange(1, order.size + 1), order // rows.shape[1]), rows.reshape(-1)[order])
-    tokens[1:] -= 1.0
-    return np.cumsum(tokens, axis=0).min(axis=1)
+    """``[size]`` expected tokens of the request that has fewest, after 0, 1, 2, ... admissions.
+
+    Each request's tokens only grow, so those before its next admission are its least from now on: the fewest after n
+    admissions are the least of all that stand before a later one, or at the end.
+    """
+    falling = -rows.reshape(-1)
+    order = np.argsort(falling)
+    admitted = falling[order[:size]]
+    if (admitted[1:] == admitted[:-1]).any():  # ties: lower slot, lower position; a sort that keeps them is slower
+        order = np.argsort(falling, kind="stable")
+    after = 1.0 + np.cumsum(rows, axis=1, dtype=np.float64)
+    before = np.concatenate([np.ones((rows.shape[0], 1)), after[:, :-1]], axis=1).reshape(-1)[order]
+    last = min(float(after[:, -1].min()), float(before[size - 1 :].min(initial=np.inf)))
+    backwards = np.concatenate([[last], before[: size - 1][::-1]])
+    return np.minimum.accumulate(backwards)[::-1]
 
 
 def _break_even(requests: int, table: StepTimeTable, draft_ms: float, draft_paid: bool, min_gain: float) -> float:

@@ -146,7 +146,6 @@ def borrowing(models: Models, programs: Engine, **changes: Any) -> Engine:
     }
     engine = Engine(*models, engine_config(**{**settings, **changes}))
     engine._programs._table.update(programs._programs._table)
-    engine._programs._proposals.update(programs._programs._proposals)
     return engine
 
 

@@ -7,7 +7,7 @@ verify knew something of the draft.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import pytest
 
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
+from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.request import Checked
@@ -89,18 +90,20 @@ RARELY = StepTimeTable(tokens=[1, 2, 3, 4, 5], milliseconds=[1.0, *[1 / 0.27] * 
 """Steps per second 1, then 0.27: verifying pays only where 1 + the sum of survivals exceeds 1 / 0.27 = 3.70."""
 
 
-def lagged_capacities(old: np.ndarray) -> np.ndarray:
+def lagged_capacities(old: np.ndarray, table: StepTimeTable = RARELY, config: EngineConfig | None = None) -> np.ndarray:
     """``[N]`` drafts that the product's policy admits in cycle 2 when cycle 0 scored ``old [N, G]``."""
     known, where = np.unique(old, axis=0, return_inverse=True)
     capacities = []
     for row in known:
-        policy, tenant = Lagged(old.shape[1]), Tenant(0, Checked((0,), 9, Sampling(), None, False, ()), 0)
+        policy, tenant = Lagged(old.shape[1], config), Tenant(0, Checked((0,), 9, Sampling(), None, False, ()), 0)
         policy.observe(0, [Score(tenant, row, 0, 0)])
-        capacities.append(policy.decide(2, [tenant], lambda drafting: (RARELY, 0.0)).drafts)
+        capacities.append(policy.decide(2, [tenant], lambda drafting: (table, 0.0)).drafts)
     return np.array(capacities)[where.reshape(-1)]
 
 
-def three_cycles(name: Name, draws: int) -> tuple[float, np.ndarray]:
+def three_cycles(
+    name: Name, draws: int, capacities: Callable[[np.ndarray], np.ndarray] = lagged_capacities
+) -> tuple[float, np.ndarray]:
     """One request, blocks of 4, drafted in three cycles; the first two admit nothing, the third what the scores of
     the first say (those of the second are not known yet, so its drafts need not be enumerated). The largest error of
     the emitted text's law, and P(first letter) of every letter."""
@@ -115,7 +118,7 @@ def three_cycles(name: Name, draws: int) -> tuple[float, np.ndarray]:
             scores.append(np.asarray(survivals(proposal)))
             admitted, width = jnp.zeros(tape.rows, jnp.int32), 1
             if n == 2:
-                total = jnp.asarray(lagged_capacities(scores[0]), jnp.int32)
+                total = jnp.asarray(capacities(scores[0]), jnp.int32)
                 admitted = jax.vmap(admit_top_k_device)(jnp.asarray(scores[2])[:, None], total)[:, 0]
                 width = 5
             state, result = cycle.step(target, drafter, state, proposal, admitted, width=width, static=static)

@@ -1,0 +1,135 @@
+"""The draft batch: only the requests that get drafts are drafted for, in a program of their own number of rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax import cycle
+from dspark_jax.config import Sampling
+from dspark_jax.cycle import DecodeState
+from dspark_jax.engine import Engine, Request, steps
+from dspark_jax.engine.flight import Plan
+from dspark_jax.engine.policy import OUTSIDE, Decision
+from dspark_jax.engine.slots import Tenant
+from dspark_jax.kv_cache import KVCache
+from dspark_jax.testing import ScriptedDrafter, ScriptedTarget, open_slots, tiny_drafter, tiny_target
+from tests.engine.cases import engine_config, step_times
+
+SLOTS, DRAFTS, CONTEXT = 4, 3, 24
+
+
+def opened(target: Any, drafter: Any) -> DecodeState:
+    """Four requests with prompts of different lengths."""
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 5, (SLOTS, 9)), jnp.int32)
+    lengths = jnp.asarray([9, 4, 6, 5], jnp.int32)
+    seeds = jnp.arange(SLOTS, dtype=jnp.uint32)
+    return open_slots(target, drafter, prompts, lengths=lengths, max_new_tokens=40, seeds=seeds)
+
+
+def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], log_q: Any, total: int) -> steps.Draft:
+    program = partial(
+        steps.draft,
+        rows=len(slots),
+        drafts=DRAFTS,
+        context=CONTEXT,
+        max_positions=99,
+        rule="top_k",
+        static=cycle.Static(),
+    )
+    numbers = jnp.int32(total), jnp.float32(0.0), jnp.ones((len(slots), DRAFTS), jnp.float32)
+    rows = jnp.asarray(least, jnp.int32), jnp.asarray(slots, jnp.int32)
+    return jax.jit(program)(drafter, state.replace(target=None), log_q, *numbers, *rows)
+
+
+def test_drafting_for_some_slots_is_that_part_of_drafting_for_all() -> None:
+    """Slots 1 and 3 of four, whose caches are read and whose places are written; 0 and 2 keep the log_q they had, and
+    have nothing admitted. What is admitted among the two is what is admitted where the others are outside."""
+    target = tiny_target(num_layers=1)
+    drafter = tiny_drafter(target, block_size=DRAFTS, target_layer_ids=(0,))
+    state = jax.jit(opened)(target, drafter)
+    poison = jnp.full((SLOTS, DRAFTS, 32), jnp.nan, jnp.float32)
+    want = draft(drafter, state, [0, 1, 2, 3], [OUTSIDE, 0, OUTSIDE, 0], poison, 4)
+    got = draft(drafter, state, [1, 3], [0, 0], poison, 4)
+    inside, outside = np.array([1, 3]), np.array([0, 2])
+    for name in ("tokens", "draft_index"):
+        np.testing.assert_array_equal(getattr(got.proposal, name)[inside], getattr(want.proposal, name)[inside])
+    np.testing.assert_allclose(got.proposal.log_q[inside], want.proposal.log_q[inside], rtol=1e-4, atol=1e-4)
+    assert np.isnan(got.proposal.log_q[outside]).all()
+    np.testing.assert_allclose(got.survival, want.survival, rtol=1e-4)
+    assert got.admitted.tolist() == want.admitted.tolist() and int(got.admitted.sum()) == 4
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
+def test_the_rows_of_a_state_are_its_slots(stacked: bool) -> None:
+    """Caches with the slot where each layout has it, cut behind the cells that are read; other arrays slots first."""
+    cells = np.random.default_rng(1).normal(size=(2, SLOTS, 1, 10, 4))
+    cache = KVCache(*(jnp.asarray(cells) if stacked else tuple(jnp.asarray(c) for c in cells) for _ in range(2)))
+    at = jnp.arange(SLOTS)
+    values = dict.fromkeys(DecodeState.__dataclass_fields__, at)
+    state = DecodeState(**{**values, "draft": (cache, at), "target": None, "ring": None})
+    got = steps._of_slots(state, jnp.asarray([0, 3]), 7)
+    for layer, want in enumerate(cells):
+        np.testing.assert_array_equal(got.draft[0].k[layer], want[[0, 3]][:, :, :7])
+    assert got.draft[1].tolist() == [0, 3] and got.length.tolist() == [0, 3]
+
+
+def test_a_draft_program_of_some_rows_writes_in_place() -> None:
+    """The log_q of all slots is donated, and no copy of it is made."""
+    target = tiny_target(num_layers=1)
+    drafter = tiny_drafter(target, block_size=DRAFTS, target_layer_ids=(0,))
+    config = engine_config(mode="lagged", slot_buckets=(1, 2, 4), step_time=step_times(), max_model_len=40)
+    engine = Engine(target, drafter, config)
+    key = next(key for key in engine.buckets.keys(39) if (key.kind, key.slots) == ("draft", 2))
+    compiled = engine._programs._lower(key, engine._programs._example(key, engine._state)).compile()
+    log_q = engine._programs._last_proposal(engine._state).log_q
+    assert log_q.shape[0] == 4 and compiled.memory_analysis().alias_size_in_bytes >= log_q.nbytes
+    shape = ",".join(map(str, log_q.shape))
+    assert f"[{shape}]" in compiled.as_text() and f"[{shape}]{{2,1,0}} copy(" not in compiled.as_text()
+
+
+def test_a_draft_program_is_filled_up_with_slots_that_get_no_draft() -> None:
+    """Ascending, so that ties of survival go to the lower slot as everywhere."""
+    tenants = tuple(Tenant(n, None, n) if n != 2 else None for n in range(6))  # type: ignore[arg-type]
+    plan = Plan(0, tenants, Decision(2, np.array([OUTSIDE, 0, OUTSIDE, 1, 0])), 6, 16, 16)
+    assert plan.draft_slots(3).tolist() == [1, 4, 5]
+    assert plan.draft_slots(4).tolist() == [0, 1, 4, 5]
+    assert plan.draft_slots(6).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_that_leaves_makes_the_draft_smaller() -> None:
+    """Two requests: one writes 0 1 2 0 1 2 ..., drafted with a survival of 0.95; the other 3 4 5 3 4 5 ..., whose
+    drafts are as good as refused. Both are drafted for until it has been so for eight cycles; from then on the draft
+    runs in the program of one row, but for the probes. Its text does not notice, and neither does the other's."""
+    following = np.array([1, 2, 0, 4, 5, 3])
+    law = np.full((7, 6), -30.0)
+    law[np.arange(6), following] = 0.0
+    confidence = np.array([[3.0] * 3 + [-6.0] * 3 + [3.0]] * DRAFTS)
+    target = ScriptedTarget(jnp.asarray(law), max_positions=96)
+    drafter = ScriptedDrafter(jnp.asarray(np.tile(law, (DRAFTS, 1, 1))), jnp.asarray(confidence), vocab_size=6)
+    config = engine_config(
+        mode="lagged",
+        max_num_seqs=2,
+        max_model_len=96,
+        slot_buckets=(1, 2),
+        step_time=step_times(),
+    )
+    engine = Engine(target, drafter, config)
+    seen: list[tuple[int, list[int]]] = []
+    engine.watch(lambda report: seen.append((int(engine.counters()["draft_rows"]), report.drafted.tolist())))
+    ids = [engine.submit(Request([start], 90, Sampling(0.0), 1)) for start in (0, 3)]
+    while len(seen) < 21:  # the first would be done with its 90 tokens soon after
+        engine.step()
+    left = next(n for n, (_, drafted) in enumerate(seen) if drafted == [DRAFTS, 0])
+    # When the report of cycle n comes, cycle n + 1 has been dispatched and counted.
+    rows = np.diff([rows for rows, _ in seen])[:-1].tolist()
+    assert rows == [1 if drafted == [DRAFTS, 0] else 2 for _, drafted in seen[2:]]
+    assert left >= 8 and rows[: left - 2].count(1) == 0 and rows[left - 2 :].count(2) == 1  # that is a probe
+    results = [next(t for t in engine._slots if t.id == i).tokens for i in ids]
+    for tokens, first in zip(results, (1, 4), strict=True):
+        assert tokens == [(first - first // 3 * 3 + n) % 3 + first // 3 * 3 for n in range(len(tokens))]

@@ -1,0 +1,78 @@
+"""The capacity search under conditions, against its definition on every small case."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dspark_jax.schedule import StepTimeTable, capacity
+from dspark_jax.schedule.choice import choose
+
+LEVELS = (0.0, 0.25, 0.5, 1.0)  # sums of these are exact, so ties are ties
+ROWS = [row for row in itertools.product(LEVELS, repeat=2) if row[0] >= row[1]]
+TABLES = (
+    [1.0, 1.0, 1.0, 1.0, 1.0],
+    [1.0, 1.25, 1.5, 1.75, 2.0],
+    [1.0, 2.0, 2.0, 1.0, 4.0],
+    [1.0, 1.0, 2.0],  # ends early
+)
+
+
+def literal(
+    rows: tuple[tuple[float, ...], ...], ms: list[float], draft_ms: float, paid: bool, gain: float, floor: float
+) -> int:
+    """By the words: the numbers of drafts whose theta exceeds that of none by the gain, and none itself; of these those
+    that keep the floor, or where none does those that serve the slowest best; of these the best theta, the first."""
+    requests = len(rows)
+    order = sorted((-s, r, k) for r, row in enumerate(rows) for k, s in enumerate(row) if s > 0)
+    states = []
+    for count in range(min(len(order), len(ms) - 1) + 1):
+        tokens = [1.0] * requests
+        for negative, slot, _ in order[:count]:
+            tokens[slot] -= negative
+        cost = ms[count] + (draft_ms if count or paid else 0.0)
+        states.append((sum(tokens) / cost, min(tokens) / cost))
+    allowed = [n for n, (theta, _) in enumerate(states) if n == 0 or theta > (1 + gain) * states[0][0]]
+    if floor:
+        kept = [n for n in allowed if states[n][1] >= floor]
+        best = max(states[n][1] for n in allowed)
+        allowed = kept or [n for n in allowed if states[n][1] == best]
+    return max(allowed, key=lambda n: (states[n][0], -n))
+
+
+@pytest.mark.parametrize("ms", TABLES)
+def test_every_small_case_is_what_the_definition_says(ms: list[float]) -> None:
+    """Two requests, two drafts, ties and zeros, four tables, with and without each condition: 2,400 decisions each."""
+    table = StepTimeTable(tokens=range(2, 2 + len(ms)), milliseconds=ms)
+    for rows in itertools.product(ROWS, repeat=2):
+        for draft_ms, paid, gain, floor in itertools.product((0.0, 0.25), (False, True), (0.0, 0.25), (0.0, 0.75, 1.5)):
+            got = choose(np.array(rows), table, draft_ms, draft_paid=paid, min_gain=gain, floor_per_ms=floor)
+            assert got.drafts == literal(rows, ms, draft_ms, paid, gain, floor), (rows, draft_ms, paid, gain, floor)
+            if not gain and not floor:
+                assert got.drafts == capacity(np.array(rows), table, draft_ms, draft_paid=paid)
+            assert got.step_ms == ms[got.drafts] + (draft_ms if got.drafts or paid else 0.0)
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.5])
+def test_the_edge_is_where_one_more_draft_begins_to_pay(gain: float) -> None:
+    """Nothing admitted: a first draft of a little more survival would be, and of a little less would not. Admitted: the
+    survival of the last one."""
+    table = StepTimeTable(tokens=[2, 3], milliseconds=[1.0, 1.1 / (1 + gain)])
+    none = choose(np.array([[0.05], [0.0]]), table, 0.1, min_gain=gain)
+    assert none.drafts == 0 and none.edge == pytest.approx(2 * (0.1 * (1 + gain) + 1.1) - 2)
+    for survival, drafts in ((none.edge - 1e-6, 0), (none.edge + 1e-6, 1)):
+        assert choose(np.array([[survival], [0.0]]), table, 0.1, min_gain=gain).drafts == drafts
+    free = StepTimeTable(tokens=[2, 6], milliseconds=[1.0, 1.0])
+    assert choose(np.array([[0.9, 0.4], [0.7, 0.0]]), free).edge == 0.4
+    assert choose(np.array([[0.9]]), StepTimeTable(tokens=[1], milliseconds=[1.0])).edge == math.inf
+
+
+def test_conditions_are_not_negative() -> None:
+    table = StepTimeTable(tokens=[1, 2], milliseconds=[1.0, 1.0])
+    for wrong in ({"min_gain": -0.1}, {"floor_per_ms": -1.0}, {"min_gain": math.nan}):
+        with pytest.raises(ValueError, match="min_gain and floor_per_ms"):
+            choose(np.array([[0.5]]), table, **wrong)
+    assert choose(np.zeros((0, 2)), StepTimeTable(tokens=[0, 1], milliseconds=[1.0, 1.0])).drafts == 0
