@@ -2,10 +2,11 @@
 
 A discrete-event simulation of ``engine/loop.py``. Decisions come from the engine's own policy objects
 (``choose_policy``) with the engine's own tenants, step-time curves and lag: a cycle is settled one cycle late where
-cycles overlap, so a request that has ended takes part in one more forward, empty, and its slot is free after that.
-What a device would compute is looked up: the confidences of a block and how much of it is accepted (``traces.py``), and
-the milliseconds of the step. What is left out: moves between slots (a batch of R requests runs in the smallest slot
-bucket that holds R), the absorption of held tokens, and the host's own time unless ``host_ms`` says it.
+cycles overlap, so a request that has ended takes part in one more forward, empty (unless one token was left, so that it
+was known to end), and its slot is free after that. What a device would compute is looked up: the confidences of a block
+and how much of it is accepted (``traces.py``), and the milliseconds of the step. What is left out: moves between slots
+(a batch of R requests runs in the smallest slot bucket that holds R), the absorption of held tokens, and the host's own
+time unless ``host_ms`` says it.
 
 Everything about requests that the policies do not look at is a NumPy array over slots.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ import numpy as np
 from dspark_jax import EngineConfig, Sampling
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Decision
+from dspark_jax.engine.policy import OUTSIDE, Costs, Decision
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.engine.step_times import StepTimes
@@ -31,6 +33,8 @@ from dspark_jax.schedule import StepTimeTable, admit_threshold, admit_top_k
 from .arms import Arm
 from .arrivals import Closed, Poisson
 from .traces import Traces
+
+Watcher = Callable[[int, list[int], np.ndarray, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,9 @@ class Simulation:
     Args:
         traces: of its drafter. clock: its step times.
         seed: of the order in which texts are asked for: equal for equal seeds, whatever the arm.
-        ages: the first requests begin anywhere in their texts, as if the load had lasted for long.
+        ages: so many first requests begin anywhere in their texts, as if the load had lasted for long.
+        order: texts of the first requests. watch: told of every cycle: its number, the requests at work by their
+            numbers (from 1), the drafts verified for each, and those the forward was chosen by.
 
     Attributes:
         now: seconds. budgets: drafts a request at work, one entry a cycle; admitted, released: requests so far.
@@ -137,6 +143,8 @@ class Simulation:
         *,
         seed: int = 0,
         ages: int = 0,
+        order: Sequence[int] = (),
+        watch: Watcher | None = None,
     ) -> None:
         server = Server() if server is None else server
         config = EngineConfig(mode=arm.mode, num_speculative_tokens=arm.drafts, confidence_threshold=arm.threshold)
@@ -154,8 +162,11 @@ class Simulation:
         self._tenants: list[Tenant | None] = [None] * server.slots
         self._busy, self._arrived = np.zeros(server.slots, bool), np.zeros(server.slots)
         self._at, self._end = np.zeros(server.slots, np.int64), np.zeros(server.slots, np.int64)
+        self._quiet = np.zeros(server.slots, bool)  # has a slot, and is known to need no further cycle
         self._flights: deque[tuple[int, list[Score], np.ndarray]] = deque()
+        self._watch = watch
         self.use(traces)
+        self._order.extend(order)
 
     def use(self, traces: Traces) -> None:
         """Requests go on in texts of ``traces``, those at work from anywhere in one."""
@@ -187,11 +198,10 @@ class Simulation:
     def step(self) -> None:
         """Admits, and runs one cycle; where nobody is at work, time passes until somebody comes."""
         begun = self._admit()
-        rows = np.flatnonzero(self._busy)
+        rows = np.flatnonzero(self._busy & ~self._quiet)
         if not rows.size:
-            self._settle(0)
-            if self._waiting or self.arrivals.next_time() <= self.now:
-                return  # the slots that were just freed will be taken
+            if self._flights:
+                return self._settle(0)  # what it frees will be taken in the next step
             if math.isinf(self.arrivals.next_time()):
                 raise RuntimeError("nobody is at work and nobody will come")
             self._pass(self.arrivals.next_time() - self.now)
@@ -215,18 +225,18 @@ class Simulation:
             self.admitted += 1
             request = Checked((0,), 1, Sampling(temperature=0.0), None, True, ())
             self._tenants[slot] = Tenant(self.admitted, request, self.admitted, slot=slot, decoding=True)
-            self._busy[slot], self._arrived[slot] = True, self._waiting.popleft()
+            self._busy[slot], self._quiet[slot], self._arrived[slot] = True, False, self._waiting.popleft()
             self._begin(slot, anywhere=self.admitted <= self._ages)
         return count
 
     def _cycle(self, rows: np.ndarray) -> None:
-        tenants = [self._tenants[row] for row in rows]
+        tenants: list[Any] = [self._tenants[row] for row in rows]
         curve, draft_ms = self.clock.of(rows.size)
-        costs = (lambda drafting: (curve, draft_ms)) if self.policy.timed else None
-        decision = self.policy.decide(self.cycle, tenants, costs)  # type: ignore[arg-type]
+        costs: Costs | None = (lambda drafting: (curve, draft_ms)) if self.policy.timed else None
+        decision = self.policy.decide(self.cycle, tenants, costs)
         alive = self._end[rows] > self._at[rows]
         at = np.where(alive, self._at[rows], 0)
-        ms, lengths, survival = curve.ms(rows.size) + self._host_ms, np.zeros(rows.size, np.int64), None
+        ms, lengths, total, survival = curve.ms(rows.size) + self._host_ms, np.zeros(rows.size, np.int64), 0, None
         inside = alive & (decision.least != OUTSIDE)
         if decision.drafts and (decision.least != OUTSIDE).any():
             survival = np.where(inside[:, None], self.traces.survival[at, : self.policy.drafts], 0.0)
@@ -236,12 +246,18 @@ class Simulation:
                 tokens = rows.size + max(total, 1)
                 ms += curve.ms(min(tokens, curve.last)) - curve.ms(rows.size)
         accepted = np.minimum(self.traces.accepted[at], lengths)
-        kept = np.where(alive, np.minimum(accepted + 1, self._end[rows] - self._at[rows]), 0)
+        left = self._end[rows] - self._at[rows]
+        kept = np.where(alive, np.minimum(accepted + 1, left), 0)
         self._at[rows] += kept
+        self._quiet[rows[left == 1]] = True  # whatever this cycle brings, it was the last one
         scores: list[Score] = []
         if survival is not None and self.policy.timed:
-            scores = [Score(tenants[i], survival[i], int(lengths[i]), int(accepted[i])) for i in np.flatnonzero(inside)]  # type: ignore[arg-type]
+            scored = np.flatnonzero(inside).tolist()
+            scores = [Score(tenants[i], survival[i], int(lengths[i]), int(accepted[i])) for i in scored]
         self._flights.append((self.cycle, scores, rows[alive & (self._at[rows] >= self._end[rows])]))
+        if self._watch is not None:
+            working = [tenant.id for tenant, there in zip(tenants, alive, strict=True) if there]
+            self._watch(self.cycle, working, lengths[alive], total)
         self._pass(ms / 1e3)
         self._count(ms, int(alive.sum()), int(lengths.sum()), int(accepted[alive].sum()), int(kept.sum()))
         self.cycle += 1
