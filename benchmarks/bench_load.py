@@ -166,7 +166,11 @@ def main(arguments: list[str] | None = None) -> int:
     log, traces = Path(f"{args.out}.jsonl"), Path(f"{args.out}_traces.npz")
     arms = load_arms(args.fixed, args.threshold)
     settings = json.loads(json.dumps({name: getattr(args, name) for name in SETTINGS}))
-    header, cells = open_log(log, settings, environment())
+    try:
+        header, cells = open_log(log, settings, environment())
+    except ValueError as error:
+        print(error)
+        return 2
     done = {(c["round"], c["concurrency"], c["arm"]) for c in cells if "arm" in c}
     planned = schedule([arm.name for arm in arms], args.concurrency, args.shown, args.rounds, args.seed)
     todo = [cell for cell in planned if cell not in done]
@@ -179,8 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
         for i, cell in enumerate(todo):
             cells.append(run.cell(*cell))
             append(log, cells[-1])
-            speed = cells[-1]["tokens"] / cells[-1]["seconds"]
-            run.say(f"cell {i + 1}/{len(todo)}: round {cell[0]}, {cell[1]} users, {cell[2]}: {speed:.1f} tokens/s")
+            speed, load = cells[-1]["tokens"] / cells[-1]["seconds"], cells[-1]["load_average"]
+            what = f"round {cell[0]}, {cell[1]} users, {cell[2]}"
+            run.say(f"cell {i + 1}/{len(todo)}: {what}: {speed:.1f} tokens/s, load average {load[0]} to {load[1]}")
         if args.traces and not traces.is_file():
             found = record(run.engines["threshold"], run.work, args.traces, args.trace_users, run.calibration, run.say)
             found.save(traces)

@@ -24,7 +24,7 @@ import numpy as np
 from dspark_jax import EngineConfig, Sampling
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Costs, Decision
+from dspark_jax.engine.policy import OUTSIDE, Decision
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.engine.step_times import StepTimes
@@ -60,15 +60,21 @@ class Clock:
     def __init__(self, table: StepTimeTable, context: int, measured: bool, draft_scale: float = 1.0) -> None:
         self._table, self._context, self._scale = table, context, draft_scale
         self._times = StepTimes(table, measured)
-        self._known: dict[int, tuple[StepTimeTable, float]] = {}
+        self._curves: dict[int, StepTimeTable] = {}
+        self._drafts: dict[int, float] = {}
 
-    def of(self, requests: int) -> tuple[StepTimeTable, float]:
-        """Verify times, and draft milliseconds, of a batch of ``requests``."""
-        if requests not in self._known:
+    def curve(self, requests: int) -> StepTimeTable:
+        """Verify times of a batch of ``requests``."""
+        if requests not in self._curves:
             last = self._table.at(self._context, requests).last
-            curve = self._times.curve(requests, requests, self._context, last)
-            self._known[requests] = curve, self._scale * self._times.draft_ms(requests, self._context)
-        return self._known[requests]
+            self._curves[requests] = self._times.curve(requests, requests, self._context, last)
+        return self._curves[requests]
+
+    def draft_ms(self, drafting: int) -> float:
+        """Of a block for each of ``drafting`` requests: the draft batch is no larger than it must be."""
+        if drafting not in self._drafts:
+            self._drafts[drafting] = self._scale * self._times.draft_ms(max(drafting, 1), self._context)
+        return self._drafts[drafting]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,17 +237,21 @@ class Simulation:
 
     def _cycle(self, rows: np.ndarray) -> None:
         tenants: list[Any] = [self._tenants[row] for row in rows]
-        curve, draft_ms = self.clock.of(rows.size)
-        costs: Costs | None = (lambda drafting: (curve, draft_ms)) if self.policy.timed else None
-        decision = self.policy.decide(self.cycle, tenants, costs)
+        curve = self.clock.curve(rows.size)
+
+        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
+            return curve, self.clock.draft_ms(sum(drafting))
+
+        decision = self.policy.decide(self.cycle, tenants, costs if self.policy.timed else None)
         alive = self._end[rows] > self._at[rows]
         at = np.where(alive, self._at[rows], 0)
         ms, lengths, total, survival = curve.ms(rows.size) + self._host_ms, np.zeros(rows.size, np.int64), 0, None
         inside = alive & (decision.least != OUTSIDE)
-        if decision.drafts and (decision.least != OUTSIDE).any():
+        drafting = int((decision.least != OUTSIDE).sum())
+        if decision.drafts and drafting:
             survival = np.where(inside[:, None], self.traces.survival[at, : self.policy.drafts], 0.0)
             lengths, total = self._lengths(tenants, decision, survival, at, inside)
-            ms += draft_ms
+            ms += self.clock.draft_ms(drafting)
             if total or not self.policy.skips:  # else the step without drafts runs
                 tokens = rows.size + max(total, 1)
                 ms += curve.ms(min(tokens, curve.last)) - curve.ms(rows.size)
@@ -252,8 +262,8 @@ class Simulation:
         self._quiet[rows[left == 1]] = True  # whatever this cycle brings, it was the last one
         scores: list[Score] = []
         if survival is not None and self.policy.timed:
-            scored = np.flatnonzero(inside).tolist()
-            scores = [Score(tenants[i], survival[i], int(lengths[i]), int(accepted[i])) for i in scored]
+            scored = zip(tenants, survival, lengths.tolist(), accepted.tolist(), inside.tolist(), strict=True)
+            scores = [Score(tenant, row, n, m) for tenant, row, n, m, drafted in scored if drafted]
         self._flights.append((self.cycle, scores, rows[alive & (self._at[rows] >= self._end[rows])]))
         if self._watch is not None:
             working = [tenant.id for tenant, there in zip(tenants, alive, strict=True) if there]
