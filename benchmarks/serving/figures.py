@@ -14,7 +14,7 @@ def serving_figure(path: Path, rows: Sequence[Row], title: str, log: bool) -> No
 
     Args:
         rows: with ``arm``, ``concurrency``, ``tokens_per_s``, ``tokens_per_s_user``, ``drafts_per_request``.
-        log: throughput and speed on logarithmic axes.
+        log: throughput on a logarithmic axis.
     """
     import matplotlib
 
@@ -32,10 +32,9 @@ def serving_figure(path: Path, rows: Sequence[Row], title: str, log: bool) -> No
     left.set_xlabel("tokens/s/user")
     left.set_ylabel("tokens/s")
     right.set_xlabel("concurrent requests")
-    right.set_ylabel("tokens verified a request and cycle (drafts + 1)")
+    right.set_ylabel("drafts + 1, a request and cycle")
     right.set_xscale("log", base=2)
     if log:
-        left.set_xscale("log")
         left.set_yscale("log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
