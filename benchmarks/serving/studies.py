@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,9 +75,14 @@ def bars(rows: Sequence[Row], loads: Sequence[int]) -> list[Row]:
 
 
 def rises(found: Sequence[Row], tolerance: float = 0.0) -> list[int]:
-    """Loads at which more drafts a request are admitted than at the next smaller load."""
-    drafts = [row["drafts_per_request"] for row in found]
-    return [row["concurrency"] for row, a, b in zip(found[1:], drafts, drafts[1:], strict=False) if b > a + tolerance]
+    """Loads at which more drafts a request are admitted than at any smaller one, by more than a share ``tolerance``."""
+    least, rising = math.inf, []
+    for row in found:
+        drafts = row["drafts_per_request"]
+        if drafts > (1.0 + tolerance) * least:
+            rising.append(row["concurrency"])
+        least = min(least, drafts)
+    return rising
 
 
 def switch(
