@@ -25,6 +25,7 @@ class CycleReport:
         cycle: its number. program: of the target's forward; ``slots``, ``tokens`` and ``context`` are its sizes.
         requests: ``[N]`` ids. committed, offered, accepted: ``[N]`` as in ``Result``, before a stop or a limit is cut.
         drafted: ``[N]`` drafts made for each. survival: ``[N, G]`` of their blocks, None where nothing was drafted.
+        drafts: ``[N, G]`` their tokens, None where survival is.
         scheduled: drafts admitted over all requests. probe, fallback: see ``policy.Decision``.
         predicted_ms: by the step-time table, None without one.
         measured_ms: None where other programs (prompts, moves) ran in between.
@@ -46,6 +47,7 @@ class CycleReport:
     fallback: bool
     predicted_ms: float | None
     measured_ms: float | None
+    drafts: np.ndarray | None = None
 
 
 Watcher = Callable[[CycleReport], None]
@@ -93,6 +95,7 @@ class Reports:
                 fallback=plan.decision.fallback,
                 predicted_ms=predicted_ms,
                 measured_ms=measured_ms,
+                drafts=None if flight.tokens is None else np.asarray(flight.tokens)[rows],
             )
             for watcher in self.watchers:
                 watcher(report)
