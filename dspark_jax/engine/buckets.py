@@ -2,7 +2,8 @@
 
 A program exists for a few sizes only: slots that take part, flat tokens of the verify forward, cells of the
 cache that are read, tokens of a piece of prompt. Their number is a budget (DESIGN section 2, idea 2). The
-choice below is a rule of thumb; a measured profile may replace it by naming the buckets in ``EngineConfig``.
+choice below is a rule of thumb; where a mode decides by step times, ``refine.py`` spends what is left of the budget by
+them.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def plan_buckets(
     skips: bool,
     budget: int,
     absorb_rows: int = 1,
+    finer: bool = True,
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -158,6 +160,7 @@ def plan_buckets(
         budget: programs allowed, where the configuration leaves a choice. The programs that one slot bucket
             and one context need are made in any case.
         absorb_rows: slots that catch up with skipped drafts in one program.
+        finer: what is left of the budget goes into more verify sizes, evenly spread.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -192,8 +195,7 @@ def plan_buckets(
         contexts = contexts[1:]
         draft_contexts = draft_contexts and contexts[-1:]
         found = build(slots, contexts, least)
-    # What is left of the budget goes into finer verify sizes.
-    for wanted in range(least + 1, 9):
+    for wanted in range(least + 1, 9) if finer else ():
         finer = build(slots, contexts, wanted)
         if size(finer) > budget:
             return _partly_finer(found, finer, budget, window)

@@ -60,7 +60,7 @@ class Drift:
     """
 
     def __init__(self, buckets: Buckets, correct: bool) -> None:
-        self._buckets, self._correct = buckets, correct
+        self.buckets, self._correct = buckets, correct
         self._all, self._said = Mean(), 0.0
         self._programs: dict[Key, Mean] = {}
         self._unread: deque[tuple[int, Key, float]] = deque()
@@ -99,13 +99,13 @@ class Drift:
         whole, so the draft's share of the difference is put into the entry."""
         if not self._correct:
             return table
-        sizes = self._buckets.tokens[slots]
+        sizes = self.buckets.tokens[slots]
         milliseconds = table.milliseconds.copy()
         for i, tokens in enumerate(table.tokens.tolist()):
             if tokens <= requests:
                 key, beside = Key("plain", slots, slots, context), 0.0
             else:
-                size = self._buckets.token_bucket(slots, min(tokens, sizes[-1]))
+                size = self.buckets.token_bucket(slots, min(tokens, sizes[-1]))
                 key, beside = Key("verify", slots, size, context), draft_ms
             whole = math.exp(self._correction(key)) * (milliseconds[i] + beside)
             milliseconds[i] = max(whole - beside, 1e-3 * milliseconds[i])

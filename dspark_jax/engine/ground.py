@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,15 +10,16 @@ import jax
 
 from dspark_jax.cycle import Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel
-from dspark_jax.engine.buckets import Key, plan_buckets
+from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Costs, Temperatures
-from dspark_jax.engine.profile import profile
+from dspark_jax.engine.profile import Profile, profile
 from dspark_jax.engine.programs import Programs
-from dspark_jax.engine.step_times import Store, given, obtain
+from dspark_jax.engine.refine import refine, sizes_of
+from dspark_jax.engine.step_times import StepTimes, Store, given, obtain
 from dspark_jax.schedule import StepTimeTable
 
 Progress = Callable[[str], None]
@@ -45,18 +47,23 @@ class Ground:
         self._temperatures = Temperatures(
             own if config.calibration is None else config.calibration, self._policy.drafts
         )
-        budget = config.max_programs or (24 if jax.default_backend() == "cpu" else 64)
-        self.buckets = plan_buckets(
+        self._budget = config.max_programs or (24 if jax.default_backend() == "cpu" else 64)
+        # By step times where the mode has them; what the caller names stays as it is.
+        self._refines = self._policy.timed and config.token_buckets is None
+        self._planned = self.buckets = plan_buckets(
             config,
             window=self.window,
             drafts=self._policy.drafts,
             variable=self._policy.variable,
             skips=self._policy.skips,
-            budget=budget,
+            budget=self._budget,
+            finer=not self._refines,
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
         )
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
+        if self._times is not None and self._refines:
+            self.buckets = self._refined_by(self._times)
         self._drift = Drift(self.buckets, config.correct_step_times)
         self._programs = Programs(
             target,
@@ -72,12 +79,37 @@ class Ground:
 
     def prepare(self, progress: Progress, anew: bool = False) -> None:
         """Compiles what is not compiled, and gets step times where the mode needs them and has none."""
-        keys = self.buckets.keys(self.window - 1)
-        self._state = self._programs.compile_all(keys, self._state, progress)
         if self._policy.timed and (anew or self._times is None):
-            store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, keys)))
+            planned = self._planned.keys(self.window - 1)
+            budget = self._budget if self._refines else 0
+            store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, planned, budget)))
+            self._compile(self._planned, progress)
             self._times = obtain(lambda: self._measure(progress), store, progress, anew)
+            if self._refines:
+                self._compile(sizes_of(self._times.table, self._planned), progress)
+        self._compile(self.buckets, progress)
         self._programs.warm = True
+
+    def _compile(self, buckets: Buckets, progress: Progress) -> None:
+        """Works with these buckets from now on; compiles what they have and is not compiled."""
+        self.buckets = self._programs.buckets = self._drift.buckets = buckets
+        self._state = self._programs.compile_all(buckets.keys(self.window - 1), self._state, progress)
+
+    def _refined_by(self, times: StepTimes) -> Buckets:
+        """The planned buckets with the verify sizes of a given table."""
+        if times.measured:
+            return sizes_of(times.table, self._planned)
+
+        def row(slots: int) -> StepTimeTable:
+            return times.table.at(self._planned.contexts_of(slots)[0], slots)
+
+        return refine(
+            self._planned,
+            lambda slots, tokens: row(slots).ms(tokens) if tokens <= row(slots).last else math.inf,
+            lambda slots: row(slots).draft_ms or 0.0,
+            self._budget,
+            self.window,
+        )
 
     def _costs(self, cycle: int, requests: int, slots: int, context: int, draft_context: int) -> Costs | None:
         """What a cycle of ``requests`` in a slot bucket costs; None without step times."""
@@ -94,14 +126,25 @@ class Ground:
         return costs
 
     def _measure(self, progress: Progress) -> StepTimeTable:
-        """Step times of the engine's own programs; the engine must be idle."""
+        """Step times of the engine's own programs; the engine must be idle. What they say decides which further verify
+        sizes are compiled, and then measured with the others."""
 
         def run(key: Key) -> float:
             self._state, seconds = self._programs.rehearse(key, self._state)
             return seconds
 
-        found = profile(run, self.buckets, self.window - 1, self._origin, budget_s=self.config.profile_seconds)
-        self._state = self._programs.rest(self._state)
+        def measured(seconds: float) -> Profile:
+            found = profile(run, self.buckets, self.window - 1, self._origin, budget_s=seconds)
+            self._state = self._programs.rest(self._state)
+            return found
+
+        whole = self.config.profile_seconds
+        room = self._refines and len(self.buckets.keys(self.window - 1)) < self._budget
+        found = measured(whole / 4 if room else whole)
+        if room:
+            finer = refine(self.buckets, found.step_ms, found.draft_ms, self._budget, self.window)
+            self._compile(finer, progress)
+            found = measured(whole - found.seconds)
         for line in found.lines():
             progress(line)
         return found.table

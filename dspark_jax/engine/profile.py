@@ -11,11 +11,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dspark_jax.engine.buckets import Buckets, Key
+from dspark_jax.engine.refine import StepMs
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.additive import AdditiveModel, Step, fit
 from dspark_jax.schedule.step_time import isotonic
@@ -40,6 +42,7 @@ class Profile:
         held_out: programs that the model was checked against, each left out of the fit in its turn.
         worst_error: of the model there, relative.
         noise: median deviation / median of the noisiest program.
+        step_ms, draft_ms: what the model and the measurements say at the shortest context, for ``refine``.
     """
 
     table: StepTimeTable
@@ -49,6 +52,8 @@ class Profile:
     held_out: int
     worst_error: float
     noise: float
+    step_ms: StepMs
+    draft_ms: Callable[[int], float]
 
     def lines(self) -> list[str]:
         """For a start-up log; lines that begin with WARNING deserve attention."""
@@ -98,15 +103,31 @@ def profile(
     medians = {key: 1e3 * float(np.median(rounds)) for key, rounds in times.items()}
     noise = max(float(np.median(np.abs(np.array(r) / np.median(r) - 1.0))) for r in times.values())
     error, held_out = _worst_error(medians, buckets)
+    model = _model(medians, buckets)
+
+    def ms_of(key: Key) -> float:
+        return medians.get(key) or model.ms(key.kind, _tokens(key, buckets), key.slots, key.context)
+
     return Profile(
-        table=_table(buckets, keys, medians, about),
+        table=_table(buckets, keys, ms_of, about),
         seconds=clock() - begin,
         measured=len(times),
         programs=len(keys),
         held_out=held_out,
         worst_error=error,
         noise=noise,
+        step_ms=partial(_step_ms, medians, buckets, model),
+        draft_ms=lambda slots: ms_of(Key("draft", slots, 0, buckets.draft_context(buckets.contexts_of(slots)[0]))),
     )
+
+
+def _step_ms(medians: Mapping[Key, float], buckets: Buckets, model: AdditiveModel, slots: int, tokens: int) -> float:
+    """Of a size that may not be compiled. Beyond the largest measured one steps are taken to grow with their tokens:
+    the model is constant there, and nothing must look free because nobody measured it."""
+    kind, context = "plain" if tokens == slots else "verify", buckets.contexts_of(slots)[0]
+    known = medians.get(Key(kind, slots, tokens, context))
+    last = int(model.tokens[kind][0][-1])
+    return known or model.ms(kind, tokens, slots, context) * max(tokens / last, 1.0)
 
 
 def corners(keys: Sequence[Key]) -> list[Key]:
@@ -152,14 +173,9 @@ def _worst_error(medians: Mapping[Key, float], buckets: Buckets) -> tuple[float,
 
 
 def _table(
-    buckets: Buckets, keys: Sequence[Key], medians: Mapping[Key, float], about: Mapping[str, Any]
+    buckets: Buckets, keys: Sequence[Key], ms: Callable[[Key], float], about: Mapping[str, Any]
 ) -> StepTimeTable:
     """A row for each slot bucket and context: the plain step first where there is one, then the verify sizes."""
-    model = _model(medians, buckets)
-
-    def ms(key: Key) -> float:
-        return medians.get(key) or model.ms(key.kind, _tokens(key, buckets), key.slots, key.context)
-
     rows = []
     for slots in buckets.slots:
         for context in buckets.contexts_of(slots):

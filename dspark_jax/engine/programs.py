@@ -53,7 +53,7 @@ class Programs:
         max_positions: int,
         static: Static,
     ) -> None:
-        self._target, self._drafter, self._buckets = target, drafter, buckets
+        self._target, self._drafter, self.buckets = target, drafter, buckets
         self._slots, self._stop_ids = slots, stop_ids
         self._rule, self._max_positions, self._static = rule, max_positions, static
         self._place = Placement(target)
@@ -67,7 +67,7 @@ class Programs:
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty."""
         self._proposal = None
-        slots, cells = self._slots, self._buckets.cells
+        slots, cells = self._slots, self.buckets.cells
         state = self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
@@ -76,9 +76,9 @@ class Programs:
         return self._place.put(state)
 
     def _ring(self) -> cycle.Ring | None:
-        if self._drafter is None or not self._buckets.skips:
+        if self._drafter is None or not self.buckets.skips:
             return None
-        return cycle.init_ring(self._target, self._drafter, self._slots, self._buckets.ring)
+        return cycle.init_ring(self._target, self._drafter, self._slots, self.buckets.ring)
 
     def _everywhere(self, values: DecodeState) -> DecodeState:
         """The small arrays of all slots, alike."""
@@ -175,7 +175,7 @@ class Programs:
 
     def absorb(self, state: DecodeState, held: Mapping[int, int]) -> DecodeState:
         """The drafter absorbs the tokens that slots hold, by slot; none is held any more."""
-        rows = self._buckets.absorb_rows
+        rows = self.buckets.absorb_rows
         for slot, count in held.items() if rows == 1 else [(0, 0)]:
             counts = np.array([count] if rows == 1 else [held.get(r, 0) for r in range(rows)], np.int32)
             state = self._run(Key("absorb", rows), state, np.int32(slot), counts)
@@ -187,7 +187,7 @@ class Programs:
         """Runs a draft, verify or plain program in full use: every slot samples, the context is full, as many drafts
         are admitted as fit. Returns the state, and the seconds it took. ``rest`` makes the state idle again."""
         busy = self._small(1, False, 2**30, 1.0, 0, 1.0, 0.0, ())
-        length = np.int32(max(key.context - self._buckets.width - 1, 0))
+        length = np.int32(max(key.context - self.buckets.width - 1, 0))
         small = self._place.put(self._everywhere(busy.replace(length=length, active=np.bool_(True))))
         state = small.with_caches(state)
         arguments = list(self._example(key, state))
@@ -244,7 +244,7 @@ class Programs:
                 return bound(
                     steps.draft,
                     rows=rows,
-                    drafts=self._buckets.drafts,
+                    drafts=self.buckets.drafts,
                     context=context,
                     max_positions=self._max_positions,
                     rule=self._rule,
@@ -253,7 +253,7 @@ class Programs:
             case "verify":
                 return bound(steps.verify, rows=rows, tokens=key.tokens, context=context, static=static)
             case "absorb":
-                return bound(steps.absorb, width=self._buckets.width)
+                return bound(steps.absorb, width=self.buckets.width)
             case "plain":
                 return bound(steps.plain, rows=rows, context=context, static=static)
         raise ValueError(f"no program of kind {key.kind!r}")
@@ -296,7 +296,7 @@ class Programs:
                 tokens = np.zeros((1, key.tokens), np.int32)
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)
             case "draft":
-                calibration = np.ones((key.slots, self._buckets.drafts), np.float32)
+                calibration = np.ones((key.slots, self.buckets.drafts), np.float32)
                 least, slots = np.zeros(key.slots, np.int32), np.arange(key.slots, dtype=np.int32)
                 bare, log_q = state.replace(target=None, ring=None), self._last_proposal(state).log_q
                 return bare, log_q, np.int32(0), np.float32(0.0), calibration, least, slots
@@ -313,7 +313,7 @@ class Programs:
         if self._proposal is None:
 
             def propose(drafter: DrafterModel, state: DecodeState) -> Proposal:
-                return cycle.draft(drafter, state, num_drafts=self._buckets.drafts, static=self._static)
+                return cycle.draft(drafter, state, num_drafts=self.buckets.drafts, static=self._static)
 
             shapes = jax.eval_shape(propose, self._drafter, state.replace(target=None, ring=None))
             self._proposal = self._place.put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
