@@ -5,7 +5,7 @@ devices; with several processes, start the same command on each with ``--coordin
 --process I`` and a folder that all of them see.
 
 Exit status: 0 done; 2 refused (configuration, data, another run's folder); 3 stopped (no text left, no finite loss, no
-room on the disk), with the last checkpoint whole.
+room on the disk, a damaged file of cached teacher states), with the last checkpoint whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 
 from dspark_jax import load_target
 from dspark_jax.config_toml import load_toml
+from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         run.run()
-    except (DiskFull, NonFiniteLoss, OutOfText) as error:
+    except (DamagedShard, DiskFull, NonFiniteLoss, OutOfText) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
     print(f"{args.out}: done, drafter in {args.out / 'drafter'}")

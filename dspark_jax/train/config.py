@@ -22,6 +22,8 @@ class DataConfig:
         rounds: optimiser updates a step; each takes its share of every sequence's anchors, so that one pass of the
             target serves many small updates.
         widths: pattern of block widths over a sequence's anchors.
+        teacher_cache: folder of ``scripts/cache_teacher.py`` to read the target's states of the training text from;
+            none: the target runs. Held-out text is always read by the target itself.
         heldout_batches: batches of an evaluation.
         heldout_anchors, heldout_widths: blocks measured a sequence, and the pattern of their widths.
     """
@@ -34,6 +36,7 @@ class DataConfig:
     anchors: int = 160
     rounds: int = 1
     widths: tuple[int, ...] = (7,)
+    teacher_cache: Path | None = None
     heldout_batches: int = 6
     heldout_anchors: int = 160
     heldout_widths: tuple[int, ...] = (7,)
