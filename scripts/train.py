@@ -21,7 +21,7 @@ from dspark_jax import load_target
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import DiskFull
+from dspark_jax.train.folder import DiskFull, is_disk_full
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
 
 
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        print(f"stopped: {args.out}: no space left on the disk; make room and start again", file=sys.stderr)
+        return 3
     if args.export_only is not None:
         print(run.export(args.export_only))
         return 0

