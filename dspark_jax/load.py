@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 from dspark_jax import sharding
 from dspark_jax.calibrate.sts import load_tables
 from dspark_jax.checkpoint import RenamedSource, SafetensorsSource, TensorSource, require_dtype, restore
-from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, EMBED, TargetView, read_drafter
+from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, CONFIG_FILE, EMBED, TargetView, read_drafter
 from dspark_jax.checkpoint.gguf import GGUFSource, decoder_config_from_gguf
 from dspark_jax.checkpoint.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
 from dspark_jax.config import DecoderConfig
 from dspark_jax.config_io import decoder_config_from_hf
-from dspark_jax.drafters import KINDS, LoadedDrafter, drafter_specs
+from dspark_jax.data import ngrams
+from dspark_jax.drafters import KINDS, LoadedDrafter, NgramDrafter, drafter_specs
 from dspark_jax.params import ParamSpec
 from dspark_jax.targets import Target, decoder_specs
 from dspark_jax.targets.embedded import EMBEDDED, find_embedded
@@ -63,12 +64,13 @@ def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh
 
 def load_drafter(
     path: str | os.PathLike[str], target: Target, *, dtype: Any = "auto", mesh: Mesh | None = None
-) -> LoadedDrafter:
+) -> LoadedDrafter | NgramDrafter:
     """Loads a drafter for ``target``; nothing is fetched from the network.
 
     Args:
         path: ``"smollm2-135m-instruct-dspark"`` (shipped with the package), a directory in DeepSpec's or
-            speculators' layout, or a Hugging Face hub id that is already in the local cache.
+            speculators' layout or of n-gram tables (``data.ngrams``), or a Hugging Face hub id that is already in the
+            local cache.
         target: the model it drafts for; embedding and head are shared where the checkpoint's copies equal its
             own or are absent.
         dtype: as in ``load_target``; ``"auto"``: the target's.
@@ -86,6 +88,8 @@ def load_drafter(
     dtype = target.dtype if isinstance(dtype, str) and dtype == "auto" else resolve_dtype(dtype)
     name = os.fspath(path)
     place = find_drafter(name)
+    if (place / CONFIG_FILE).is_file() and ngrams.is_ngram(read_json(place / CONFIG_FILE)):
+        return _load_ngrams(place, target, dtype)
     put = sharding.putter(mesh)
     pieces = read_drafter(place, drafter_specs, target=target_view(target), dtype=np.dtype(dtype), put=put)
     config, d2t, file = pieces.config, pieces.d2t, place / CALIBRATION_FILE
@@ -109,6 +113,15 @@ def load_drafter(
         name=name if name in SHIPPED_DRAFTERS or _HUB_ID.fullmatch(name) else place.resolve().name,
         vocab_limit=target.vocab_limit,
     )
+
+
+def _load_ngrams(place: Path, target: Target, dtype: jnp.dtype) -> NgramDrafter:
+    config, tables = ngrams.load(place)
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{place}: n-grams of a vocabulary of {config.vocab_size}, but the target has {target.vocab_size} tokens"
+        )
+    return NgramDrafter.build(config, tables, name=place.name, vocab_limit=target.vocab_limit, dtype=dtype)
 
 
 def target_view(target: Target) -> TargetView:

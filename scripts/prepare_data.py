@@ -4,7 +4,8 @@
     python scripts/prepare_data.py --config configs/data/smollm2.toml --out runs/own  answers of the target itself
 
 Repeated questions and those of evaluation sets (``keep_away``) are left out. Regenerated answers are written as they
-come; started again on the same folder, it goes on.
+come; started again on the same folder, it goes on. Conversations are answered turn by turn with ``--set turns=3``.
+Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 
 from dspark_jax import load_target
 from dspark_jax.config_toml import load_toml
+from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.prepare import PrepareConfig, prepare
 
 
@@ -36,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except DiskFull as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 3
     print(", ".join(f"{args.out / name}: {count} records" for name, count in counts.items()))
     return 0
 

@@ -5,7 +5,7 @@ devices; with several processes, start the same command on each with ``--coordin
 --process I`` and a folder that all of them see.
 
 Exit status: 0 done; 2 refused (configuration, data, another run's folder); 3 stopped (no text left, no finite loss, no
-room on the disk), with the last checkpoint whole.
+room on the disk, a damaged file of cached teacher states), with the last checkpoint whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import jax
 
 from dspark_jax import load_target
 from dspark_jax.config_toml import load_toml
+from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import DiskFull
+from dspark_jax.train.folder import DiskFull, is_disk_full
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
 
 
@@ -47,12 +48,17 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        print(f"stopped: {args.out}: no space left on the disk; make room and start again", file=sys.stderr)
+        return 3
     if args.export_only is not None:
         print(run.export(args.export_only))
         return 0
     try:
         run.run()
-    except (DiskFull, NonFiniteLoss, OutOfText) as error:
+    except (DamagedShard, DiskFull, NonFiniteLoss, OutOfText) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
     print(f"{args.out}: done, drafter in {args.out / 'drafter'}")

@@ -8,6 +8,7 @@ memory mapped; a batch copies only what it needs.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,9 @@ def write_records(
             tokens.write(np.asarray(ids, dtype).tobytes())
             mask.write(np.asarray(learn, np.uint8).tobytes())
             offsets.append(offsets[-1] + len(ids))
-    np.save(path / OFFSETS, np.asarray(offsets, np.int64))
+    table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
+    np.save(table, np.asarray(offsets, np.int64))
+    (path / OFFSETS).write_bytes(table.getbuffer())
     content = {"dtype": dtype.name, "vocab_size": vocab_size, "records": len(offsets) - 1, **(meta or {})}
     (path / META).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return len(offsets) - 1

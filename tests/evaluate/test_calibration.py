@@ -23,6 +23,7 @@ from dspark_jax.engine.request import Checked
 from dspark_jax.evaluate import calibration
 from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
 from dspark_jax.evaluate.config import DecodeConfig, Suite
+from dspark_jax.evaluate.recorder import Blocks
 from dspark_jax.generate import generate
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
@@ -97,6 +98,32 @@ def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monk
         CalibrationRun(other, tmp_path / "out", models)
 
 
+def test_the_held_out_sets_have_their_own_number_of_blocks_and_old_records_are_all_used(
+    case: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Batches of 4 blocks: 4 wanted of the fit is one batch of its two, 8 wanted of the other sets is two of them.
+    Where the folder holds more than is wanted now, nothing is decoded and nothing is thrown away."""
+    config, models = case
+    prompts = "".join(json.dumps({"prompt_ids": [1]}) + "\n" for _ in range(9))
+    (tmp_path / "held.jsonl").write_text(prompts)
+    decoded = []
+
+    def batch(recorder: Any, tasks: Any, first: int, rows: int) -> Blocks:
+        decoded.append((tasks[0].suite, first))
+        confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
+        return Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.full(4, first))
+
+    monkeypatch.setattr(calibration, "_decode_batch", batch)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+    config = dataclasses.replace(config, tables=config.tables[:1], blocks=4, heldout_blocks=8, install=False)
+    first = CalibrationRun(config, tmp_path / "out", models).run()["rejection_t1"]
+    assert decoded == [("fit", 0), ("held", 0), ("held", 3)]
+    assert (first["fit"]["blocks"], first["heldout"]["blocks"]) == (4, 8)
+    fewer = dataclasses.replace(config, heldout_blocks=1)
+    assert CalibrationRun(fewer, tmp_path / "out", models).run()["rejection_t1"] == first and len(decoded) == 3
+
+
 def test_a_drafter_without_a_confidence_head_is_refused(case: Any, tmp_path: Path) -> None:
     config, (target, drafter) = case
     with pytest.raises(ValueError, match="no confidence head"):
@@ -143,6 +170,7 @@ def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> No
     assert [t.name for t in shipped.tables] == ["rejection_t1", "coupled_t1", "greedy"] and not shipped.install
     for change, why in (
         ("bins=0", "bins must be positive"),
+        ("heldout_blocks=-1", "blocks 0 or more"),
         ("fit=[]", "fit must name"),
         ("tables=[{name='a', temperature=1}, {name='b', temperature=1}]", "tables must be there and differ"),
         ("tables=[{name='a', temperature=-1}]", "temperature must be"),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,9 +20,13 @@ import pytest
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data import sharegpt
+from dspark_jax.data.prompts import read_prompts
 from dspark_jax.data.records import Records
+from dspark_jax.generate import generate
 from dspark_jax.testing import ScriptedTarget
+from dspark_jax.train import answers
 from dspark_jax.train import prepare as module
+from dspark_jax.train.answers import Talk, asks
 from dspark_jax.train.prepare import ANSWERS, PrepareConfig, SamplingConfig, prepare, recommended
 
 VOCAB = 128
@@ -33,6 +43,9 @@ class Tokenizer:
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
 
 
 def target() -> ScriptedTarget:
@@ -83,13 +96,181 @@ def test_prompts_are_cleaned_and_answered_and_a_killed_preparation_goes_on(tmp_p
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:3]) + b'{"i": 4, "to')
     asked = []
-    request = module.Request
-    monkeypatch.setattr(module, "Request", lambda *a, **o: asked.append(a[0]) or request(*a, **o))
+    request = answers.Request
+    monkeypatch.setattr(answers, "Request", lambda *a, **o: asked.append(a[0]) or request(*a, **o))
     prepare(config, target(), tmp_path / "out")
     assert len(asked) == 3 and texts(tmp_path / "out" / "heldout") + texts(tmp_path / "out" / "train") == found
 
     with pytest.raises(ValueError, match=r"seed: 0 -> 1"):
         prepare(dataclasses.replace(config, seed=1), target(), tmp_path / "out")
+
+
+class Chatty(ScriptedTarget):
+    """Ends its turns: the template's end-of-turn token is its end-of-text token."""
+
+    config = SimpleNamespace(eos_token_ids=(ord("$"),))
+
+
+def chatty() -> ScriptedTarget:
+    base = target()
+    table = base.table.at[:, ord("$")].set(4.0)  # an answer ends after a few tokens
+    return Chatty(table, max_positions=128, tokenizer=Tokenizer())
+
+
+def test_every_turn_is_answered_anew_behind_the_new_answers(tmp_path: Path) -> None:
+    """Three turns each, from ``turns`` and from ``messages`` whose own answers are thrown away. Every answer is the
+    one that plain decoding gives to all that stands before it in the record; killed and started again, with the second
+    answers lost, the records are the same."""
+    talk = [("user", "one"), ("assistant", "OLD"), ("user", "two"), ("assistant", "OLD"), ("user", "three")]
+    lines = [
+        {"turns": ["alpha", "beta", "gamma"]},
+        {"messages": [{"role": r, "content": c} for r, c in talk]},
+        {"turns": ["delta", "x" * 90]},
+        {"prompt": "single"},
+    ]
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = PrepareConfig(
+        target="scripted", source=str(source), answers="regenerate", max_tokens=96, min_answer_tokens=1, heldout=1,
+        turns=3, sampling=SamplingConfig(temperature=0.9), max_num_seqs=2, seed=5,
+    )  # fmt: skip
+    model = chatty()
+    out = tmp_path / "out"
+    prepare(config, model, out)
+    answered = [json.loads(line) for line in (out / ANSWERS).read_text().splitlines()[1:]]
+    assert max(line["turn"] for line in answered) == 2
+    whole = {}
+    for name in ("heldout", "train"):
+        records = Records(out / name)
+        for i in range(len(records)):
+            batch = records.batch([i], 96)
+            ids, mask = batch.tokens[0, : batch.lengths[0]], batch.loss_mask[0, : batch.lengths[0]]
+            text = "".join(map(chr, ids))
+            whole[text[3:].split("$")[0]] = (ids, mask)
+            assert "OLD" not in text
+    assert set(whole) == {"alpha", "one", "delta", "single"}
+    turns = {first: int((mask & ~np.roll(mask, 1)).sum()) for first, (_, mask) in whole.items()}
+    assert turns["delta"] == turns["single"] == 1 and {turns["alpha"], turns["one"]} <= {2, 3}, "no room for 90 x"
+    asked = {"alpha": ["alpha", "beta", "gamma"], "one": ["one", "two", "three"]}
+    order = [p.messages[0]["content"] for p in read_prompts(source)]
+    random.Random(config.seed).shuffle(order)
+    for first, questions in asked.items():
+        ids, mask = whole[first]
+        starts, ends = np.flatnonzero(mask & ~np.roll(mask, 1)), np.flatnonzero(mask & ~np.roll(mask, -1)) + 1
+        rendered = "".join(map(chr, ids))
+        begin = 0
+        for question, start, end in zip(questions, starts, ends, strict=False):
+            between = "" if begin == 0 else "\n"  # what the template puts behind an answer belongs to the question
+            assert rendered[begin:start] == f"{between}<u>{question}$\n<a>"
+            begin = end
+        i = order.index(first)
+        start, end = int(starts[1]), int(ends[1])
+        seeds = jnp.asarray([config.seed + i], jnp.uint32)
+        plain = generate(
+            model, None, jnp.asarray(ids[None, :start], jnp.int32), jnp.asarray([start], jnp.int32), seeds=seeds,
+            max_new_tokens=end - start, sampling=Sampling(0.9),
+        )  # fmt: skip
+        assert plain.tokens[0].tolist() == ids[start:end].tolist()
+
+    path = out / ANSWERS
+    kept = [line for line in path.read_text().splitlines(keepends=True) if '"turn": 1' not in line]
+    path.write_text("".join(kept))
+    before = {name: (out / name / "tokens.bin").read_bytes() for name in ("heldout", "train")}
+    prepare(config, model, out)
+    assert {name: (out / name / "tokens.bin").read_bytes() for name in before} == before
+    with pytest.raises(ValueError, match=r"turns: 3 -> 2"):
+        prepare(dataclasses.replace(config, turns=2), model, out)
+
+
+def test_a_template_that_rewrites_earlier_turns_ends_the_conversation() -> None:
+    """Such a template drops what earlier turns thought: the second question would not stand behind the answer that was
+    made. The conversation ends with its first answer, and is counted."""
+
+    class Rewriting(Tokenizer):
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            last = len(messages) - 1
+            shown = [m if m["role"] == "user" or i == last else {**m, "content": "..."} for i, m in enumerate(messages)]
+            return super().apply_chat_template(shown, **options)
+
+    talk = Talk(asks([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] * 2, 2), 64, 1)
+    assert talk.open(Rewriting()) and talk.answer([ord("x"), ord("$")], (ord("$"),), Rewriting())
+    ids = list(talk.ids)
+    assert not talk.open(Rewriting()) and talk.rewritten and talk.ids == ids
+    cut = Talk([[{"role": "user", "content": "a"}]] * 2, 64, 1)
+    assert cut.open(Tokenizer()) and not cut.answer([ord("x")], (ord("$"),), Tokenizer()), "no stop: it was cut"
+
+
+def test_questions_are_compared_without_the_system_message(tmp_path: Path) -> None:
+    """A common system message does not make every conversation a repeat."""
+    lines = [[{"role": "system", "content": "s"}, {"role": "user", "content": c}] for c in ("a", "b", "A!")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    config = PrepareConfig(source=str(tmp_path / "p.jsonl"), answers="regenerate")
+    assert sorted(m[1]["content"].strip("!").lower() for _, m in module.conversations(config)) == ["a", "b"]
+
+
+def test_rows_of_a_cached_data_set_are_prompts_and_what_is_missing_is_said(monkeypatch: Any) -> None:
+    """A stand-in for the package ``datasets``: rows of the usual columns, one broken. Without the package, without the
+    data set, with another split: an error that says what to do."""
+
+    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
+        assert os.environ["HF_DATASETS_OFFLINE"] == "1" and fake.config.HF_DATASETS_OFFLINE
+        if name != "me/talks":
+            raise ConnectionError("Couldn't reach 'me/other' on the Hub (OfflineModeIsEnabled)")
+        if split != "train":
+            raise ValueError("Unknown split \"test\". Should be one of ['train'].")
+        assert config in (None, "small")
+        talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "r"}]
+        return [{"messages": None, "turns": ["one", "two"]}, {"text": "x"}, {"conversations": talk}]
+
+    fake: Any = SimpleNamespace(config=SimpleNamespace(HF_DATASETS_OFFLINE=False), load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    config = PrepareConfig(source="hf:me/talks@small", answers="regenerate", turns=2)
+    found = dict(module.conversations(config))
+    assert [len(asks(found[f"line {i}"], 2)) for i in (1, 3)] == [2, 2]
+    assert found["line 1"][2]["content"] == "two" and found["line 3"][1]["content"] == "a"
+    with pytest.raises(FileNotFoundError, match=r"hf:me/other: not in the local cache .*load_dataset\('me/other'\)"):
+        list(module.conversations(dataclasses.replace(config, source="hf:me/other")))
+    with pytest.raises(ValueError, match=r"hf:me/talks, split test: Unknown split"):
+        list(module.conversations(dataclasses.replace(config, source="hf:me/talks", split="test")))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets .*pip install 'dspark-jax\[hf\]'"):
+        list(module.conversations(config))
+
+
+def test_a_data_set_in_a_real_cache_is_read(tmp_path: Path) -> None:
+    """As ``datasets`` itself lays it out, in a process of its own: the package reads its settings when imported."""
+    pytest.importorskip("datasets", reason="the package datasets is not installed (extra hf)")
+    code = """
+        import json, os, sys
+        from pathlib import Path
+        import pyarrow as pa
+        from dspark_jax.data import hf_dataset
+        from dspark_jax.data.prompts import read_rows
+        place = Path(os.environ["HF_DATASETS_CACHE"]) / "me___talks" / "default" / "0.0.0" / "0123456789abcdef"
+        place.mkdir(parents=True)
+        rows = [[{"role": "user", "content": text}] for text in ("hi", "yo")]
+        table = pa.table({"messages": rows})
+        with pa.ipc.new_stream(str(place / "talks-train.arrow"), table.schema) as file:
+            file.write_table(table)
+        text = {"dtype": "string", "_type": "Value"}
+        features = {"messages": {"feature": {"role": text, "content": text}, "_type": "List"}}
+        split = {"name": "train", "num_bytes": 1, "num_examples": 2, "dataset_name": "talks"}
+        version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
+        info = {"builder_name": "talks", "dataset_name": "talks", "config_name": "default", "version": version,
+                "features": features, "splits": {"train": split}}
+        (place / "dataset_info.json").write_text(json.dumps(info))
+        print([p.messages[0]["content"] for p in read_rows(hf_dataset.rows("hf:me/talks"), "hf:me/talks")])
+        try:
+            list(hf_dataset.rows("hf:me/nothing"))
+        except FileNotFoundError as error:
+            print(error)
+    """
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['hi', 'yo']\nhf:me/nothing: not in the local cache of data sets")
 
 
 def test_answers_of_the_source_are_kept_and_sets_share_no_conversation(tmp_path: Path, monkeypatch: Any) -> None:

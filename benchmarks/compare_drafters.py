@@ -1,0 +1,257 @@
+"""Which drafter is best for the same training time?
+
+    python benchmarks/compare_drafters.py --config configs/compare/smollm2.toml --runs runs/compare \
+        --out benchmarks/results/equal_time_smollm2 --prompts prompts --set-all data.train=runs/data/train \
+        --set-all data.heldout=runs/data/heldout
+
+Trains every row with ``scripts/train.py`` for its number of CPU seconds, then decodes the prompts of the evaluation
+with all of them (``scripts/evaluate.py``: full blocks, 24 prompts a set, 128 tokens, bootstrap intervals over prompts),
+and writes one table as Markdown and JSON.
+
+Time is what the training process computes (user and system time of all its threads, two by default), between lines of
+its log: start-up, compilation, the last checkpoint and the evaluation do not count. Wall-clock time would depend on
+what else the machine does. The first ``PROBE`` steps say what a step costs; from that follows the number of steps of
+the row, the last quarter of them with a falling learning rate (``wsd``). Rows read the same records in the same order;
+a cheaper step sees more of them.
+
+Killed and started again, finished rows are kept and a begun one goes on from its last checkpoint. ``--only a,b`` trains
+these rows and compares all that are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from report import environment
+
+from dspark_jax.config_toml import load_toml
+from dspark_jax.evaluate.config import EvaluateConfig
+from dspark_jax.evaluate.report import show, table
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBE = 20
+"""Steps that are timed, but for those before the first line of the log, which compile."""
+NEVER = "run.evaluate_every_s=1e9"
+"""No held-out measurements during training: they would count as training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One drafter: a training configuration, its overrides, and drafts a block in the evaluation (0: its own)."""
+
+    name: str
+    config: Path
+    set: tuple[str, ...] = ()
+    drafts: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Rows to compare. reference: the row that the others' later positions are divided by. seconds: of CPU time, for
+    rows that do not say."""
+
+    evaluate: Path
+    rows: tuple[Row, ...]
+    reference: str
+    seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        names = [row.name for row in self.rows]
+        if len(set(names)) < len(names) or self.reference not in names:
+            raise ValueError(f"rows need different names, one of them {self.reference!r}, found {', '.join(names)}")
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """User and system time of a process and all its threads; None where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def last_step(metrics: Path) -> int:
+    """Of the last whole line about training."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
+    return max((line["step"] for line in map(json.loads, lines) if "ce" in line), default=0)
+
+
+def leg(row: Row, folder: Path, steps: int, decay: int, threads: int, overrides: list[str]) -> list[tuple[int, float]]:
+    """Trains to ``steps``. Returns (step, CPU seconds) at every line of the log that was seen to appear."""
+    changes = [*overrides, *row.set, NEVER, f"optim.total_steps={steps}", f"optim.decay_steps={decay}"]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(row.config), "--out", str(folder)]
+    command += [part for change in changes for part in ("--set", change)]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    # A thread of XLA for every core that the process may use.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    seen: list[tuple[int, float]] = []
+    try:
+        known = last_step(folder / "metrics.jsonl")
+        while process.poll() is None:
+            step, used = last_step(folder / "metrics.jsonl"), cpu_seconds(process.pid)
+            if step != known and used is not None:
+                seen.append((step, used))
+                known = step
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise SystemExit(f"{row.name}: training ended with status {process.returncode}")
+    return seen
+
+
+def train(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str]) -> dict[str, Any]:
+    """Trains a row for its time; returns what is to be said about it. A finished one is left as it is."""
+    done, plan = folder / "done.json", folder / "plan.json"
+    wanted = {"seconds": seconds, "threads": threads, "set": list(row.set)}
+    if done.is_file():
+        known = json.loads(done.read_text())
+        if {key: known[key] for key in wanted} != wanted:
+            raise SystemExit(
+                f"{folder} was trained otherwise ({known} instead of {wanted}); delete it or change --runs"
+            )
+        return known
+    if not plan.is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # a probe that was not finished
+        seen = leg(row, folder, PROBE, 0, threads, overrides)
+        (first, begun), (last, ended) = seen[0], seen[-1]
+        if last == first:
+            raise SystemExit(f"{row.name}: fewer than two lines of the log in {PROBE} steps; lower run.log_every")
+        per_step = (ended - begun) / (last - first)
+        steps = max(PROBE + 4, round(seconds / per_step))
+        plan.write_text(json.dumps({"steps": steps, "probe_seconds_per_step": per_step}))
+    steps = json.loads(plan.read_text())["steps"]
+    seen = leg(row, folder, steps, steps // 4, threads, overrides)
+    line = next(x for x in reversed(metrics(folder)) if "ce" in x)
+    cost = (seen[-1][1] - seen[0][1]) / max(seen[-1][0] - seen[0][0], 1) if len(seen) > 1 else None
+    result = {**wanted, "steps": steps, "positions": line["positions"], "records": line["records"]}
+    result |= {"cpu_seconds_per_step": None if cost is None else round(cost, 3)}
+    done.write_text(json.dumps(result))
+    return result
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluate(config: CompareConfig, rows: list[Row], runs: Path, overrides: list[str]) -> dict[str, Any]:
+    """Decodes with all rows, the reference first."""
+    rows = sorted(rows, key=lambda row: row.name != config.reference)
+    entries = ", ".join(
+        f'{{name="{row.name}", path="{runs / row.name / "drafter"}", num_speculative_tokens={row.drafts}}}'
+        for row in rows
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), "--config", str(config.evaluate)]
+    command += ["--out", str(runs / "evaluation")]
+    for change in (f"drafters=[{entries}]", "thresholds=[]", *overrides):
+        command += ["--set", change]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    return json.loads((runs / "evaluation" / "results.json").read_text())
+
+
+def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results: dict[str, Any]) -> str:
+    """The table of every way of sampling."""
+    parts = [
+        "# Drafters at equal training time\n",
+        "CPU seconds of the training process (all threads), start-up and compilation not counted; accepted length by "
+        "rolled-out decoding, full blocks. Brackets: 95 % intervals, prompts resampled within their sets. Later "
+        f"positions: mean conditional acceptance at positions 2 to the last, and its ratio to {config.reference}.\n",
+    ]
+    for run, rows in results["runs"].items():
+        groups = [name for name in rows[0]["tau"] if name not in ("all", "macro")]
+        head = [
+            "drafter",
+            "CPU s",
+            "steps",
+            "positions",
+            "accepted length, macro",
+            *groups,
+            "position 1",
+            "later",
+            "ratio",
+        ]
+        body = []
+        for entry in rows:
+            if entry["name"] not in trained:
+                continue
+            known = trained[entry["name"]]
+            used = known["cpu_seconds_per_step"]
+            cells = [
+                f"{known['seconds'] if used is None else used * known['steps']:.0f}",
+                str(known["steps"]),
+                f"{known['positions'] / 1e6:.2f} M",
+            ]
+            cells += [show(entry["tau"][name], 2) for name in ("macro", *groups)]
+            cells += [show(entry["conditional"][0], 3), show(entry["later"], 3), show(entry.get("later_ratio"), 2)]
+            body.append([entry["name"], *cells])
+        parts += [f"## {run}\n", table(head, body)]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "compare" / "smollm2.toml")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the training runs and the evaluation")
+    parser.add_argument("--out", type=Path, required=True, help="result without ending: OUT.md and OUT.json")
+    parser.add_argument("--only", default="", help="rows to train, separated by commas; empty: all")
+    parser.add_argument("--threads", type=int, default=2, help="cores of a training process")
+    parser.add_argument("--prompts", type=Path, help="folder with the evaluation's prompt files, by their names")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="overrides the comparison's setting"
+    )
+    parser.add_argument("--set-all", action="append", default=[], metavar="a.b=c", help="overrides every training's")
+    parser.add_argument(
+        "--set-evaluate", action="append", default=[], metavar="a.b=c", help="overrides the evaluation's"
+    )
+    args = parser.parse_args()
+    config, runs = load_toml(args.config, CompareConfig, args.set), args.runs.absolute()
+    chosen = set(filter(None, args.only.split(",")))
+    unknown = chosen - {row.name for row in config.rows}
+    if unknown:
+        parser.error(f"--only: no such rows: {', '.join(sorted(unknown))}")
+    trained: dict[str, dict[str, Any]] = {}
+    for row in config.rows:
+        folder = runs / row.name
+        if chosen and row.name not in chosen and not (folder / "done.json").is_file():
+            continue
+        print(f"{row.name}: {row.seconds or config.seconds:g} CPU seconds", flush=True)
+        trained[row.name] = train(row, folder, row.seconds or config.seconds, args.threads, args.set_all)
+    changes = list(args.set_evaluate)
+    if args.prompts is not None:
+        listed = ", ".join(
+            f'{{name="{s.name}", path="{args.prompts.absolute() / s.path.name}", prompts={s.prompts}, '
+            f'group="{s.group}"}}'
+            for s in load_toml(config.evaluate, EvaluateConfig, []).suites
+        )
+        changes.insert(0, f"suites=[{listed}]")
+    results = evaluate(config, [row for row in config.rows if row.name in trained], runs, changes)
+    text = markdown(config, trained, results)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    rows = {run: [entry for entry in found if entry["name"] in trained] for run, found in results["runs"].items()}
+    content = {**environment(), "reference": config.reference, "trained": trained, "suites": results["suites"]}
+    content |= {"settings": results["settings"], "runs": rows}
+    args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

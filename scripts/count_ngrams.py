@@ -1,0 +1,66 @@
+"""Counts the n-grams of token records and writes them as a drafter: the baseline beside a trained one.
+
+    python scripts/count_ngrams.py --config configs/ngram/smollm2.toml --out runs/trigram
+    python scripts/count_ngrams.py --config configs/ngram/smollm2.toml --out runs/bigram --set order=2
+
+The folder is named like any drafter's in ``scripts/evaluate.py``, ``scripts/generate.py`` and the server. Drafts are
+drawn from the interpolated law of the last tokens; ``--set successors=1`` makes each context's likeliest successor a
+certain draft. Both are exact, and at temperature 0 they are one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from dspark_jax.config_toml import load_toml
+from dspark_jax.data import ngrams
+from dspark_jax.data.records import Records
+
+LOG = logging.getLogger("dspark_jax.data")
+
+
+@dataclasses.dataclass(frozen=True)
+class CountConfig:
+    """Everything that decides the tables but their folder.
+
+    Attributes:
+        records: a folder of ``scripts/prepare_data.py``.
+        order: 2 or 3. successors: kept of a context. block_size: drafts a block by default.
+        least: a trigram context seen less often is left to the bigram.
+    """
+
+    records: Path
+    order: int = 3
+    successors: int = 32
+    block_size: int = 7
+    least: int = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the drafter's folder")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    try:
+        config = load_toml(args.config, CountConfig, args.set)
+        records = Records(config.records)
+        shape = ngrams.NgramConfig(records.meta["vocab_size"], config.order, config.successors, config.block_size)
+        tables = ngrams.count(records, shape, least=config.least)
+        source = {"records": len(records), "learnt_tokens": int(records.loss_mask.sum()), "least": config.least}
+        ngrams.save(args.out, shape, tables, source)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    contexts = 0 if tables.second is None else len(tables.second)
+    print(f"{args.out}: order {config.order}, {source['learnt_tokens']} tokens, {contexts} trigram contexts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
