@@ -52,10 +52,15 @@ def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
 
 
 class Unguarded(Current):
-    """The search on the block's own scores for whoever is there."""
+    """A request's block is verified where its own second draft looks likely: that looks past the first one."""
 
     def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
         return dataclasses.replace(super().decide(cycle, tenants, costs), fallback=False)
+
+    def lengths(
+        self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
+    ) -> np.ndarray:
+        return np.where(survival[:, 1] > 0.5, DRAFTS, 0).astype(np.int32)
 
 
 def engine(mode: str, table: StepTimeTable = SLOPE, like: Engine | None = None) -> Engine:
@@ -101,16 +106,16 @@ def texts(made: Engine, wanted: Sequence[Request]) -> list[list[int]]:
     return [results[i].tokens for i in ids]
 
 
-def p_value(found: Sequence[Sequence[int]]) -> float:
+def p_value(found: Sequence[Sequence[int]], wanted: int = CONTINUATIONS) -> float:
     """Of pairs of letters behind a letter: 3 x 9 cells, of which 3 x 8 are free."""
     counts = np.zeros((V, V, V))
     total = 0
     for text in found:
         for t in range(1, len(text) - 1, 2):
-            if total < CONTINUATIONS:
+            if total < wanted:
                 counts[text[t - 1], text[t], text[t + 1]] += 1
                 total += 1
-    assert total == CONTINUATIONS
+    assert total == wanted
     expected = counts.sum(axis=(1, 2), keepdims=True) * P[:V, :, None] * P[None, :V, :]
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return float(jax.scipy.special.gammaincc(V * (V * V - 1) / 2.0, statistic / 2.0))
@@ -128,16 +133,16 @@ def test_sampled_continuations_follow_the_target(mode: str, x64: None) -> None:
 @pytest.mark.slow
 def test_sampled_continuations_follow_the_target_where_step_times_decide(x64: None) -> None:
     """Lagged, early stop, and current with coupled requests, whose texts are those of plain decoding letter for letter.
-    The search on the block's own scores without that guard is found out by the same numbers."""
+    A rule that looks past a draft, without that guard, is found out with a quarter of the numbers."""
     lagged = engine("lagged", DIP)
     for mode, table in (("lagged", DIP), ("early_stop", SLOPE)):
         made = lagged if mode == "lagged" else engine(mode, table, like=lagged)
         assert p_value(texts(made, requests())) > LEAST_P, mode
         assert 0 < made.counters()["offered"] < made.counters()["drafted"]
 
-    wrong = engine("current", DIP, like=lagged)
+    wrong = engine("current", SLOPE, like=lagged)
     wrong._policy = Unguarded(DRAFTS)
-    assert p_value(texts(wrong, requests())) < LEAST_P
+    assert p_value(texts(wrong, requests()[:250]), 5000) < LEAST_P
 
     coupled = requests(verification="coupled")
     current = engine("current", DIP, like=lagged)
