@@ -52,7 +52,7 @@ class ProfileConfig:
 
 def computed(config: ProfileConfig) -> StepTimeTable:
     """The table of hardware that is not here. Raises ValueError for a name that is not known."""
-    known = {"roofline": roofline.CHIPS, "model": roofline.QWEN3}
+    known = {"roofline": list(roofline.CHIPS), "model": list(roofline.QWEN3)}
     for name, choices in known.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{name}: one of {', '.join(choices)} expected, found {getattr(config, name)!r}")

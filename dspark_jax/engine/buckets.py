@@ -148,7 +148,7 @@ def plan_buckets(
     skips: bool,
     budget: int,
     absorb_rows: int = 1,
-    finer: bool = True,
+    spend: bool = True,
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -160,7 +160,7 @@ def plan_buckets(
         budget: programs allowed, where the configuration leaves a choice. The programs that one slot bucket
             and one context need are made in any case.
         absorb_rows: slots that catch up with skipped drafts in one program.
-        finer: what is left of the budget goes into more verify sizes, evenly spread.
+        spend: what is left of the budget goes into more verify sizes, evenly spread.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -195,7 +195,7 @@ def plan_buckets(
         contexts = contexts[1:]
         draft_contexts = draft_contexts and contexts[-1:]
         found = build(slots, contexts, least)
-    for wanted in range(least + 1, 9) if finer else ():
+    for wanted in range(least + 1, 9) if spend else ():
         finer = build(slots, contexts, wanted)
         if size(finer) > budget:
             return _partly_finer(found, finer, budget, window)

@@ -19,8 +19,8 @@ from dspark_jax.schedule import StepTimeTable
 
 logger = logging.getLogger("dspark_jax.engine")
 
-RATE = 0.1
-"""Share of a new cycle in a running mean."""
+RATE, RATE_OF_ALL = 0.1, 0.02
+"""Share of a new cycle in the running mean of a program, and in that of all cycles."""
 
 LEAST = 8
 """Cycles of a program before its ratio counts."""
@@ -33,13 +33,17 @@ WAITS = 8
 """Cycles after which a measurement is not waited for any more: not every cycle has one."""
 
 WORTH_A_LINE = 1.25
-"""By so much a mean must have moved since it was last said."""
+"""By so much the mean of all cycles must have moved since it was last said."""
+
+SILENCE = 256
+"""Cycles between two lines at least: a machine with other work to do is restless."""
 
 
 @dataclasses.dataclass
 class Mean:
     """Running mean of a logarithm."""
 
+    rate: float = RATE
     value: float = 0.0
     seen: int = 0
 
@@ -49,7 +53,7 @@ class Mean:
         step = log_ratio - self.value
         if self.seen > LEAST:
             step = min(max(step, -math.log(ODD)), math.log(ODD))
-        self.value += max(RATE, 1.0 / self.seen) * step
+        self.value += max(self.rate, 1.0 / self.seen) * step
 
 
 class Drift:
@@ -61,7 +65,7 @@ class Drift:
 
     def __init__(self, buckets: Buckets, correct: bool) -> None:
         self.buckets, self._correct = buckets, correct
-        self._all, self._said = Mean(), 0.0
+        self._all, self._said, self._silent_until = Mean(RATE_OF_ALL), 0.0, LEAST
         self._programs: dict[Key, Mean] = {}
         self._unread: deque[tuple[int, Key, float]] = deque()
         self._used: dict[int, dict[Key, float]] = {}  # corrections by cycle, until its measurement is known
@@ -79,8 +83,8 @@ class Drift:
         log_ratio = math.log(measured_ms / predicted_ms) + self._used.pop(cycle, {}).get(key, 0.0)
         self._unread.append((cycle, key, log_ratio))
         self._all.add(log_ratio)
-        if self._all.seen >= LEAST and abs(self._all.value - self._said) > math.log(WORTH_A_LINE):
-            self._said = self._all.value
+        if self._all.seen >= self._silent_until and abs(self._all.value - self._said) > math.log(WORTH_A_LINE):
+            self._said, self._silent_until = self._all.value, self._all.seen + SILENCE
             logger.warning("step times drift: %s", self._line())
 
     def advance(self, cycle: int) -> None:

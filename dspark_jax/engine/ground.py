@@ -57,7 +57,7 @@ class Ground:
             variable=self._policy.variable,
             skips=self._policy.skips,
             budget=self._budget,
-            finer=not self._refines,
+            spend=not self._refines,
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
         )
         self._origin = origin(target, drafter) if self._policy.timed else {}

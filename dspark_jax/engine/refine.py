@@ -62,8 +62,8 @@ def refine(buckets: Buckets, step_ms: StepMs, draft_ms: Callable[[int], float], 
 def sizes_of(table: StepTimeTable, buckets: Buckets) -> Buckets:
     """``buckets`` with the verify sizes that a measured table has rows for: those of an earlier start."""
     for row in table.rows:
-        if row.slots in buckets.tokens:
-            buckets = _with(buckets, row.slots, (t for t in row.tokens.tolist() if t > row.slots))
+        if row.slots is not None and row.slots in buckets.tokens:
+            buckets = _with(buckets, row.slots, [t for t in row.tokens.tolist() if t > row.slots])
     return buckets
 
 

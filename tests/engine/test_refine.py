@@ -22,7 +22,7 @@ WINDOW = 2048
 
 def planned(budget: int = 24, **config: Any) -> Buckets:
     return plan_buckets(
-        EngineConfig(**config), window=WINDOW, drafts=7, variable=True, skips=True, budget=budget, finer=False
+        EngineConfig(**config), window=WINDOW, drafts=7, variable=True, skips=True, budget=budget, spend=False
     )
 
 

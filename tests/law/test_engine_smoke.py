@@ -24,7 +24,7 @@ from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
 
-V, DRAFTS, SLOTS = 3, 3, 8
+V, DRAFTS, SLOTS = 3, 3, 16
 CONTINUATIONS = 20_000
 LEAST_P = 1e-4
 
@@ -34,10 +34,10 @@ Q = np.array([[0.4, 0.2, 0.4], [0.3, 0.3, 0.4], [0.2, 0.5, 0.3], [0.4, 0.3, 0.3]
 C = np.array([0.95, 0.3, 0.6, 0.8])
 """Confidence behind each letter: what a block is believed to be worth depends on its own letters."""
 
-SLOPE = StepTimeTable(tokens=range(1, 33), milliseconds=[1 + 0.1 * t for t in range(1, 33)], draft_ms=0.1)
+SLOPE = StepTimeTable(tokens=range(1, 65), milliseconds=[1 + 0.1 * t for t in range(1, 65)], draft_ms=0.1)
 
-DIP = StepTimeTable(tokens=[8, 32], milliseconds=[1.0, 2.0])
-"""Verifying pays only where the survivals of the whole batch sum to more than 8; then all of it is verified."""
+DIP = StepTimeTable(tokens=[16, 64], milliseconds=[1.0, 2.0])
+"""Verifying pays only where the survivals of the whole batch sum to more than 16; then all of it is verified."""
 
 
 def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
@@ -52,10 +52,15 @@ def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
 
 
 class Unguarded(Current):
-    """The search on the block's own scores for whoever is there."""
+    """A request's block is verified where its own second draft looks likely: that looks past the first one."""
 
     def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
         return dataclasses.replace(super().decide(cycle, tenants, costs), fallback=False)
+
+    def lengths(
+        self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
+    ) -> np.ndarray:
+        return np.where(survival[:, 1] > 0.5, DRAFTS, 0).astype(np.int32)
 
 
 def engine(mode: str, table: StepTimeTable = SLOPE, like: Engine | None = None) -> Engine:
@@ -66,7 +71,7 @@ def engine(mode: str, table: StepTimeTable = SLOPE, like: Engine | None = None) 
         mode=mode,
         prefill_buckets=(8,),
         slot_buckets=(SLOTS,),
-        token_buckets=(16, 24),
+        token_buckets=(32, 48),
         confidence_threshold=0.5,
         step_time=table,
         seed=1,
@@ -89,7 +94,7 @@ def requests(**changes: Any) -> list[Request]:
 
 
 def texts(made: Engine, wanted: Sequence[Request]) -> list[list[int]]:
-    """By request. Eight are at work at any time, and one is cancelled now and then."""
+    """By request. Sixteen are at work at any time, and one is cancelled now and then."""
     ids = [made.submit(request) for request in wanted]
     victims, results, steps = [made.submit(Request([0], 90)) for _ in range(40)], {}, 0
     while made.has_work():
@@ -101,16 +106,16 @@ def texts(made: Engine, wanted: Sequence[Request]) -> list[list[int]]:
     return [results[i].tokens for i in ids]
 
 
-def p_value(found: Sequence[Sequence[int]]) -> float:
+def p_value(found: Sequence[Sequence[int]], wanted: int = CONTINUATIONS) -> float:
     """Of pairs of letters behind a letter: 3 x 9 cells, of which 3 x 8 are free."""
     counts = np.zeros((V, V, V))
     total = 0
     for text in found:
         for t in range(1, len(text) - 1, 2):
-            if total < CONTINUATIONS:
+            if total < wanted:
                 counts[text[t - 1], text[t], text[t + 1]] += 1
                 total += 1
-    assert total == CONTINUATIONS
+    assert total == wanted
     expected = counts.sum(axis=(1, 2), keepdims=True) * P[:V, :, None] * P[None, :V, :]
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return float(jax.scipy.special.gammaincc(V * (V * V - 1) / 2.0, statistic / 2.0))
@@ -122,28 +127,26 @@ def test_sampled_continuations_follow_the_target(mode: str, x64: None) -> None:
     made = engine(mode)
     assert p_value(texts(made, requests())) > LEAST_P
     counters = made.counters()
-    assert counters["offered"] == counters["drafted"] if mode == "fixed" else counters["offered"] < counters["drafted"]
+    assert len(counters["budgets"]) == 1 if mode == "fixed" else set(counters["budgets"]) == {"0", "1", "2", "3"}
 
 
 @pytest.mark.slow
 def test_sampled_continuations_follow_the_target_where_step_times_decide(x64: None) -> None:
-    """Lagged by both tables, early stop, and current with coupled requests, whose texts are those of plain decoding
-    letter for letter. The search on the block's own scores without that guard is found out by the same numbers."""
-    lagged = engine("lagged")
-    assert p_value(texts(lagged, requests())) > LEAST_P
-    assert 0 < lagged.counters()["offered"] < lagged.counters()["drafted"]
+    """Lagged, early stop, and current with coupled requests, whose texts are those of plain decoding letter for letter.
+    A rule that looks past a draft, without that guard, is found out with a quarter of the numbers."""
+    lagged = engine("lagged", DIP)
     for mode, table in (("lagged", DIP), ("early_stop", SLOPE)):
-        made = engine(mode, table, like=lagged)
+        made = lagged if mode == "lagged" else engine(mode, table, like=lagged)
         assert p_value(texts(made, requests())) > LEAST_P, mode
         assert 0 < made.counters()["offered"] < made.counters()["drafted"]
 
-    wrong = engine("current", DIP, like=lagged)
+    wrong = engine("current", SLOPE, like=lagged)
     wrong._policy = Unguarded(DRAFTS)
-    assert p_value(texts(wrong, requests())) < LEAST_P
+    assert p_value(texts(wrong, requests()[:250]), 5000) < LEAST_P
 
     coupled = requests(verification="coupled")
     current = engine("current", DIP, like=lagged)
     found = texts(current, coupled)
     assert p_value(found) > LEAST_P and current.counters()["fallback_cycles"] == 0
     assert 0 < current.counters()["offered"] < current.counters()["drafted"]
-    assert found == texts(engine("none"), coupled)
+    assert found[:150] == texts(engine("none"), coupled[:150])
