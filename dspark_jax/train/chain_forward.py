@@ -53,16 +53,10 @@ def chain_states(
     # The kind's own functions on the parameters that are being trained.
     chain: Any = KINDS[config.method](params, shared, None, config, "", config.decoder.vocab_size)
     decoder, (layer,) = config.decoder, config.decoder.layers
-    weights, (batch, length, _) = params["layers"][0], features.shape
-    count, wide = anchors.shape[1], accumulate_dtype(features.dtype)
+    weights, (batch, length, _), count = params["layers"][0], features.shape, anchors.shape[1]
+    wide = accumulate_dtype(features.dtype)
     with jax.named_scope("chain_context"):
-        hidden = chain.condense(features.reshape(batch * length, -1))
-        successor = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        _, read = chain.join(hidden, chain.embed(successor.reshape(-1)))
-        tables = rope_tables(layer.rope, layer.head_dim, jnp.tile(jnp.arange(length), batch), wide)
-        context_k, context_v = (
-            x.reshape(batch, length, *x.shape[1:]) for x in keys_values(decoder, layer, weights["attn"], read, tables)
-        )
+        hidden, context_k, context_v = _context(chain, features, tokens)
     column = jnp.maximum(anchors - 1, 0)
     at, scale = jnp.arange(steps), attention_scale(decoder, layer)
 
@@ -88,9 +82,9 @@ def chain_states(
         residual, read = chain.join(state, chain.embed(fed.reshape(-1)))
         out, own = layer_forward(decoder, layer, weights, residual, tables, attend, inputs=read)
         normed = rms_norm(out, params["norm"], decoder.rms_norm_eps)
-        return (chain.carry(out, normed), *own), out
+        return (chain.carry(out, normed).astype(state.dtype), *own), out
 
-    first = hidden.reshape(batch, length, -1)[jnp.arange(batch)[:, None], column].reshape(batch * count, -1)
+    first = hidden[jnp.arange(batch)[:, None], column].reshape(batch * count, -1)
     own = jnp.zeros((batch, count, steps, *context_k.shape[2:]), context_k.dtype)
     fed, attends = (None if x is None else jnp.moveaxis(x, 2, 0) for x in (step_tokens(tokens, anchors, steps), live))
     with jax.named_scope("chain_steps"):
@@ -114,6 +108,22 @@ def chain_hidden(
     else:
         flat = states[:, plan.block, plan.offset]
     return rms_norm(flat, params["norm"], config.decoder.rms_norm_eps)
+
+
+def _context(chain: Any, features: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    """Condensed states ``[B, L, d]``, and keys and values ``[B, L, Hk, D]`` of every column (the last one has token 0
+    for its partner, and is seen by no chain of the text)."""
+    decoder, (layer,) = chain.config.decoder, chain.config.decoder.layers
+    batch, length, _ = features.shape
+    # Features may be narrower than the parameters that are trained.
+    hidden = chain.condense(features.reshape(batch * length, -1)).astype(chain.params["norm"].dtype)
+    successor = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    _, read = chain.join(hidden, chain.embed(successor.reshape(-1)))
+    position = jnp.tile(jnp.arange(length), batch)
+    tables = rope_tables(layer.rope, layer.head_dim, position, accumulate_dtype(features.dtype))
+    pair = keys_values(decoder, layer, chain.params["layers"][0]["attn"], read, tables)
+    k, v = (x.reshape(batch, length, *x.shape[1:]) for x in pair)
+    return hidden.reshape(batch, length, -1), k, v
 
 
 def _context_seen(column: Array, step: Array, length: int, window: int) -> Array:
