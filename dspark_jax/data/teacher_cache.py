@@ -125,7 +125,7 @@ class TeacherCacheWriter:
         content = small.tobytes()
         path = self.folder / f"states-{number:05d}.bin"
         _replace(path, content)
-        entry = {"file": path.name, "ids": list(map(int, ids)), "lengths": [len(x) for x in states]}
+        entry: dict[str, Any] = {"file": path.name, "ids": list(map(int, ids)), "lengths": [len(x) for x in states]}
         entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         self._shards[number : number + 1] = [entry]
         index = {"header": self._header, "shards": self._shards}

@@ -73,7 +73,7 @@ def load_case(directory: str | Path, dtype: str = "float32") -> Case:
             f"{', '.join(FAMILIES)} with drafters {', '.join(DRAFTERS)}"
         )
     target = load_target(folder / spec["target"], dtype=dtype)
-    drafter = load_drafter(folder / spec["draft"], target, dtype=dtype)
+    drafter: Any = load_drafter(folder / spec["draft"], target, dtype=dtype)
     with np.load(folder / spec["expected"]) as arrays:
         given = {name: arrays[name] for name in arrays.files if _is_input(name)}
         given["train.grads"] = np.asarray([name for name in arrays.files if name.startswith(GRADIENT)])

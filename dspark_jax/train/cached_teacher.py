@@ -65,7 +65,7 @@ def build(config: TrainConfig, target: Target, folder: str | Path, limit: int = 
                     some = part[at : at + data.batch]
                     # A short batch is filled up, so that all share one program.
                     batch = records.batch([*some, *[some[-1]] * (data.batch - len(some))], data.length)
-                    final, taps = (np.asarray(x, np.float32) for x in step(target, batch.tokens))
+                    final, taps = (np.asarray(x, np.float32) for x in step(target, jnp.asarray(batch.tokens)))
                     joined = np.concatenate([final, taps], axis=-1)
                     states += [joined[i, : batch.lengths[i]] for i in range(len(some))]
                 writer.write(number, part, states)
