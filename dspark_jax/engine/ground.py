@@ -14,6 +14,7 @@ from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Temperatures
+from dspark_jax.engine.prefix_cache import BLOCK
 from dspark_jax.engine.profile import profile
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.step_times import Store, given, obtain
@@ -53,7 +54,13 @@ class Ground:
             skips=self._policy.skips,
             budget=budget,
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
+            stored_blocks=_stored_blocks(config, self.window),
         )
+        self.cache_tokens = self._cache_tokens()
+        self.step_tokens = (
+            config.max_num_batched_tokens or config.max_num_seqs * self.buckets.width + self.buckets.prefill[-1]
+        )
+        self._lookback = 0 if drafter is None else drafter.lookback
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
         self._programs = Programs(
@@ -67,6 +74,17 @@ class Ground:
             static=Static() if static is None else static,
         )
         self._state: Any = None
+
+    def _cache_tokens(self) -> int:
+        """Tokens that all slots together may hold. Raises ValueError where one request alone may need more."""
+        config, least = self.config, self.window + self.buckets.width
+        tokens = config.kv_cache_tokens or config.max_num_seqs * least
+        if tokens < least:
+            raise ValueError(
+                f"kv_cache_tokens: {tokens} tokens do not hold one request of the window's {self.window} tokens and a "
+                f"block behind it; at least {least}, or a smaller max_model_len"
+            )
+        return tokens
 
     def prepare(self, progress: Progress, anew: bool = False) -> None:
         """Compiles what is not compiled, and gets step times where the mode needs them and has none."""
@@ -89,3 +107,11 @@ class Ground:
         for line in found.lines():
             progress(line)
         return found.table
+
+
+def _stored_blocks(config: EngineConfig, window: int) -> int:
+    """Rows of the store of prefixes. None where no prompt is long enough to have one."""
+    if not config.enable_prefix_caching or window <= BLOCK + 1:
+        return 0
+    tokens = config.prefix_cache_tokens or max(window, config.max_num_seqs * window // 4)
+    return max(tokens // BLOCK, 1)

@@ -130,6 +130,11 @@ class ScriptedDrafter(flax.struct.PyTreeNode):
         return self.table.shape[0]
 
     @property
+    def lookback(self) -> int:
+        """0: a cell is a token."""
+        return 0
+
+    @property
     def has_confidence(self) -> bool:
         """Proposals carry confidence logits."""
         return self.confidence is not None

@@ -38,8 +38,8 @@ def test_the_budget_holds_at_any_size(mode: str, slots: int) -> None:
 def test_the_demo_s_programs_at_fixed_length() -> None:
     """One request alone has its own programs; short contexts have theirs."""
     buckets = plan(drafts=5)
-    assert buckets.slots == (1, 2, 4, 8) and buckets.contexts == (512, 2064)
-    assert buckets.contexts_of(1) == (256, 512, 2064) and buckets.contexts_of(2) == (512, 2064)
+    assert buckets.slots == (1, 2, 4, 8) and buckets.contexts == (512, 2112)
+    assert buckets.contexts_of(1) == (256, 512, 2112) and buckets.contexts_of(2) == (512, 2112)
     assert buckets.tokens == {1: (6,), 2: (12,), 4: (24,), 8: (48,)}
     assert len(buckets.keys(2047)) == 23
 
@@ -52,10 +52,10 @@ def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
     """A request alone: none, half a block or a whole one; many: none or about two drafts each. Slot buckets come
     before finer sizes and before contexts of the draft: few requests must not pay for the slots of many."""
     buckets = plan(**MODES["lagged"])
-    assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2064) and buckets.draft_contexts == (2064,)
+    assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2112) and buckets.draft_contexts == (2112,)
     assert buckets.tokens == {1: (4, 8), 4: (13,), 8: (24,)}
     assert [buckets.most_drafts(slots, slots) for slots in buckets.slots] == [7, 9, 16]
-    kinds = {"admit", "move", "absorb", "prefill", "draft", "verify", "plain"}
+    kinds = {"admit", "copy", "absorb", "prefill", "draft", "verify", "plain"}
     assert {key.kind for key in buckets.keys(2047)} == kinds and len(buckets.keys(2047)) == 24
     assert plan(**MODES["threshold"]).tokens[8][-1] == 64  # nothing else bounds its lengths
 

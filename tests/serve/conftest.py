@@ -56,6 +56,7 @@ class FakeEvent:
     finish_reason: str | None = None
     committed: list[int] = dataclasses.field(default_factory=list)
     offered: list[int] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
 
 
 NOT_FINITE = -1

@@ -84,6 +84,7 @@ def test_a_chat_answer_has_the_openai_shape(serving: Callable[..., Any], tokeniz
         "prompt_tokens": len(prompt),
         "completion_tokens": kept,
         "total_tokens": len(prompt) + kept,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     request = s.engine.submitted[0]
     assert request.prompt_ids == prompt
