@@ -47,7 +47,8 @@ def preempted_at(engine: Engine, requests: list[Request], step: int, which: int)
 def test_a_preemption_at_any_step_changes_nothing(fixed_engine: Engine, models: Models, overlap: bool) -> None:
     """Greedy, rejection and coupled requests side by side, each of them taken off its slot before every step in turn
     while it has one: in its prompt, behind its first token, in every cycle. All texts, and what was accepted and
-    offered in every cycle, are those of ``generate``: the cycle number is kept, so rejection draws the same numbers too."""
+    offered in every cycle, are those of ``generate``: the cycle number is kept, so rejection draws the same numbers.
+    """
     engine = fresh(fixed_engine, overlap=overlap)
     requests = random_requests(3, seed=31, max_new_tokens=16)
     want = expected(models, requests)
