@@ -61,23 +61,44 @@ def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
 
 
 @pytest.mark.parametrize("window", [2, 17, 64, 65, 100, 257, 1030])
-@pytest.mark.parametrize("prefill", [None, (8, 16), (5,)])
+@pytest.mark.parametrize("prefill", [None, (8, 16), (5,), (6, 7, 40)])
 def test_every_write_fits_into_the_cache_and_every_piece_has_a_program(
     window: int, prefill: tuple[int, ...] | None
 ) -> None:
-    """A dynamic update that does not fit clamps, and overwrites valid cells without a word."""
+    """A dynamic update that does not fit clamps, and overwrites valid cells without a word. A piece may begin anywhere,
+    behind a known prefix, and be cut to what a step has room for."""
     buckets = plan(max_model_len=window, prefill_buckets=prefill)
     keys = set(buckets.keys(window - 1))
     assert window - 1 + buckets.width <= buckets.cells
+    used = set()
+    for length in {1, 2, window // 2, window - 2, window - 1} - {0}:
+        for start in range(length):
+            for room in (None, 0, *buckets.prefill):
+                piece = buckets.piece(start, length, room)
+                assert piece.start == start and 1 <= piece.count <= piece.size
+                assert piece.count == min(piece.size, length - start)
+                assert start + piece.size <= piece.context <= buckets.cells
+                assert piece.size <= max(room or piece.size, buckets.prefill[0])
+                used.add((piece.size, piece.context))
+    assert used == {(key.tokens, key.context) for key in keys if key.kind == "prefill"}  # and none for nothing
     for length in range(1, window):
         pieces = buckets.pieces(length)
         assert [p.start for p in pieces] == [sum(q.count for q in pieces[:i]) for i in range(len(pieces))]
         assert sum(p.count for p in pieces) == length
-        for piece in pieces:
-            assert piece.count <= piece.size and piece.start + piece.size <= piece.context <= buckets.cells
-            assert Key("prefill", 0, piece.size, piece.context) in keys
-    used = {(p.size, p.context) for length in range(1, window) for p in buckets.pieces(length)}
-    assert {(key.tokens, key.context) for key in keys if key.kind == "prefill"} == used  # and none for nothing
+
+
+def test_keeping_prefixes_costs_no_program_where_requests_move() -> None:
+    """One program copies a tenant to another slot, blocks into the store and out of it; with a single slot bucket
+    nobody moves, and it is one more."""
+    for slots, more in ((8, 0), (1, 1)):
+        settings = EngineConfig(max_num_seqs=slots)
+        without, kept = (
+            plan_buckets(
+                settings, window=2048, drafts=7, variable=True, skips=True, budget=24, stored_blocks=stored
+            ).keys(2047)
+            for stored in (0, 256)
+        )
+        assert len(kept) == len(without) + more <= 24 and Key("copy") in kept
 
 
 @pytest.mark.parametrize("mode", ["fixed", "lagged"])
