@@ -11,6 +11,7 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
+from dspark_jax.engine.seeds import claim_seed
 from tests.engine.cases import (
     BLOCK,
     VOCAB,
@@ -148,6 +149,26 @@ def test_under_a_scheduler_a_resumed_request_starts_from_the_prior_and_its_text_
         if not engine.has_work():
             break
     assert [results[i].tokens for i in ids] == want
+
+
+def test_numbers_are_not_given_away_while_their_owner_waits_or_his_rival_runs(lagged_engine: Engine) -> None:
+    """Three rejection requests with one seed: the first has ended when the third comes, the second was preempted."""
+    engine = fresh(lagged_engine)
+    short, long = (Request([1], n, Sampling(0.8), 5, "rejection") for n in (2, 20))
+    first, second = engine.submit(short), engine.submit(long)
+    while any(tenant.id == first for tenant in (*engine._slots, *engine._waiting)):
+        engine.step()
+    engine.preempt(second)
+    engine.submit(long)
+    engine.step()
+    engine.step()
+    own = claim_seed(5, {5})
+    assert [tenant.seed for tenant in engine._slots] == [own, claim_seed(5, {5, own})]
+    results = engine.run()
+    assert len(results[second].tokens) == 20
+    engine.submit(long)
+    engine.step()
+    assert [tenant.seed for tenant in engine._slots] == [5]
 
 
 def test_the_youngest_makes_room_and_all_texts_are_the_same(fixed: Engine, models: Models, monkeypatch: Any) -> None:
