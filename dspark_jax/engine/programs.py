@@ -287,7 +287,7 @@ class Programs:
 
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
-        donated = () if key.kind == "draft" else (len(weights),)
+        donated: tuple[int, ...] = () if key.kind == "draft" else (len(weights),)
         donated += (1,) if key.kind == "copy" else ()  # the store
         options = self._place.out_shardings(key.kind, *arguments[:2])
         lowered = jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
