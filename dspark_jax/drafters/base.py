@@ -6,7 +6,8 @@ A drafter never imports a target. It offers
     absorb(state, features, layout, tokens, kept)         -> state      tapped target states become context K/V
     propose(state, anchor, length, num_drafts, sampler)   -> Proposal   one block for every row
 
-and a few facts: ``taps`` (target layers it reads), ``block_size``, ``max_drafts``, ``has_confidence``, ``d2t``.
+and a few facts: ``taps`` (target layers it reads), ``block_size``, ``max_drafts``, ``has_confidence``, ``d2t``,
+``lookback`` (cached tokens before a place that ``absorb`` must be shown again in order to go on from there).
 
 ``absorb`` is told what the target was fed: ``tokens [T]`` of the forward that gave the features, rejected drafts
 included, and how many places of each row stay (``kept [R]``; 0: the row takes no part, its places are garbage). A
@@ -91,6 +92,9 @@ class DrafterModel(Protocol):
 
     @property
     def d2t(self) -> Array | None: ...
+
+    @property
+    def lookback(self) -> int: ...
 
     def init(self, slots: int, length: int) -> Any: ...
 

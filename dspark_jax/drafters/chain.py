@@ -62,6 +62,11 @@ class ChainDrafter(LoadedDrafter):
         """A chain may be of any length."""
         return None
 
+    @property
+    def lookback(self) -> int:
+        """1: the next pair needs the state of the token before it."""
+        return 1
+
     def init(self, slots: int, length: int) -> ChainState:
         """An empty cache."""
         dtype = self.shared.embed.dtype

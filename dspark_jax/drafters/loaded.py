@@ -84,6 +84,11 @@ class LoadedDrafter(flax.struct.PyTreeNode):
         return self.config.block_size
 
     @property
+    def lookback(self) -> int:
+        """0: a context cell is a function of its own token's features."""
+        return 0
+
+    @property
     def has_confidence(self) -> bool:
         """Proposals carry confidence logits."""
         return self.config.confidence_head

@@ -24,7 +24,7 @@ CELL_MULTIPLE = 16
 class Key:
     """One program. Fields that a kind does not have are 0."""
 
-    kind: str  # admit | move | absorb | prefill | draft | verify | plain
+    kind: str  # admit | copy | absorb | prefill | draft | verify | plain
     slots: int = 0
     tokens: int = 0  # flat tokens of the target's forward
     context: int = 0  # cache cells read
@@ -57,6 +57,7 @@ class Buckets:
     skips: bool  # cycles without drafts occur
     absorb_rows: int = 1  # slots that catch up in one program
     draft_contexts: tuple[int, ...] = ()  # (): those of the target
+    stored_blocks: int = 0  # rows of the store of prefixes; 0: nothing is kept
 
     @property
     def ring(self) -> int:
@@ -94,18 +95,28 @@ class Buckets:
         """Drafts that one forward can verify. Whole blocks always fit unless lengths are chosen by what they cost."""
         return self.tokens[slots][-1] - requests
 
-    def pieces(self, length: int) -> list[Piece]:
-        """How a prompt is run: whole pieces of the largest size, then the smallest that holds the rest."""
-        largest, pieces = self.prefill[-1], []
-        for start in range(0, length, largest):
-            count = min(length - start, largest)
-            size = _at_least(self.prefill, count, "prompt tokens")
-            pieces.append(Piece(start, count, size, self.context_bucket(start + size)))
+    def piece(self, start: int, end: int, room: int | None = None) -> Piece:
+        """The next piece of a text of ``end`` tokens, from token ``start`` on: the smallest size that holds all of
+        it, or the largest that fits into ``room`` tokens (None: any number) and into the cache. The smallest size is
+        always taken: a prompt gets on whatever else there is to do."""
+        fitting = [
+            size for size in self.prefill if start + size <= self.cells and (room is None or size <= room)
+        ] or self.prefill[:1]
+        size = next((size for size in fitting if size >= end - start), fitting[-1])
+        return Piece(start, min(end - start, size), size, self.context_bucket(start + size))
+
+    def pieces(self, length: int, start: int = 0) -> list[Piece]:
+        """How a prompt is run where nothing else needs room: whole pieces of the largest size, then the smallest that
+        holds the rest."""
+        pieces = []
+        while start < length:
+            pieces.append(self.piece(start, length))
+            start += pieces[-1].count
         return pieces
 
     def keys(self, longest_prompt: int) -> list[Key]:
         """Every program that can be needed, cheap ones first."""
-        found = [Key("admit")] + ([Key("move")] if len(self.slots) > 1 else [])
+        found = [Key("admit")] + ([Key("copy")] if len(self.slots) > 1 or self.stored_blocks else [])
         found += [Key("absorb", self.absorb_rows)] if self.drafts and self.skips else []
         found += [Key("prefill", 0, size, context) for size, context in _prefill_shapes(self, longest_prompt)]
         for slots in self.slots:
@@ -126,16 +137,14 @@ def _at_least(sizes: tuple[int, ...], wanted: int, what: str) -> int:
 
 
 def _prefill_shapes(buckets: Buckets, longest_prompt: int) -> list[tuple[int, int]]:
-    """(size, context) of every piece that some prompt has: a prompt of each length's last piece tells."""
-    largest = buckets.prefill[-1]
-    edges = {min(size, largest) for size in buckets.prefill}
-    lengths = {
-        start + edge for start in range(0, longest_prompt, largest) for edge in edges if start + 1 <= longest_prompt
-    }
-    shapes = set()
-    for length in lengths:
-        last = buckets.pieces(min(length, longest_prompt))[-1]
-        shapes.add((last.size, last.context))
+    """(size, context) of every piece that some text may have. A piece may begin anywhere: behind a prefix that is
+    known, or behind pieces of other sizes."""
+    shapes = []
+    for smaller, size in _pairs(buckets.prefill):
+        last = min(longest_prompt - smaller - 1, buckets.cells - size)  # start of the latest piece of this size
+        for before, context in _pairs(buckets.contexts_of(0)):
+            if max(before - size + 1, 0) <= min(context - size, last):
+                shapes.append((size, context))
     return sorted(shapes)
 
 
@@ -149,6 +158,7 @@ def plan_buckets(
     budget: int,
     absorb_rows: int = 1,
     spend: bool = True,
+    stored_blocks: int = 0,
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -161,6 +171,7 @@ def plan_buckets(
             and one context need are made in any case.
         absorb_rows: slots that catch up with skipped drafts in one program.
         spend: what is left of the budget goes into more verify sizes, evenly spread.
+        stored_blocks: rows of the store of prefixes.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -173,7 +184,9 @@ def plan_buckets(
 
     def build(slots: tuple[int, ...], contexts: tuple[int, ...], wanted: int) -> Buckets:
         tokens = {s: _tokens(config, s, previous, drafts, variable, skips, wanted) for previous, s in _pairs(slots)}
-        return Buckets(slots, contexts, single, prefill, tokens, drafts, skips, absorb_rows, draft_contexts)
+        return Buckets(
+            slots, contexts, single, prefill, tokens, drafts, skips, absorb_rows, draft_contexts, stored_blocks
+        )
 
     def size(buckets: Buckets) -> int:
         return len(buckets.keys(window - 1))
@@ -220,11 +233,9 @@ def _default_prefill(window: int) -> tuple[int, ...]:
 
 
 def _cells(prefill: tuple[int, ...], window: int, width: int) -> int:
-    """Cells that every write fits into: a block behind the last token, and the padding of a prompt's last piece
-    (a dynamic update that does not fit would clamp and overwrite valid cells)."""
-    whole, rest = divmod(window - 1, prefill[-1])
-    end = whole * prefill[-1] + (_at_least(prefill, rest, "prompt tokens") if rest else 0)
-    cells = max(window + width, end)
+    """Cells that every write fits into: a block behind the last token, and the padding of a prompt's last piece,
+    wherever that begins (a dynamic update that does not fit would clamp and overwrite valid cells)."""
+    cells = max(window + width, window - 2 + prefill[0])
     return -(-cells // CELL_MULTIPLE) * CELL_MULTIPLE
 
 

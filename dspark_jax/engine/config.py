@@ -44,6 +44,16 @@ class EngineConfig:
             given here is not held to ``max_programs``.
         max_programs: budget of compiled programs; None: 24 on CPU, 64 elsewhere.
         max_stop_token_ids: stop tokens a request may name.
+        enable_prefix_caching: keep what is computed of prompts and answers, and do not compute the same beginning
+            twice.
+        prefix_cache_tokens: tokens that are kept, least recently used first out. None: a quarter of what all slots
+            hold, at least one window.
+        kv_cache_tokens: tokens that all requests together may have cached in their slots. Those who come wait until
+            there is room; where those at work outgrow it, the one that came last gives up its slot and goes on later.
+            None: what the slots hold, which is never too little.
+        max_num_batched_tokens: tokens of one step: requests that decode, their drafts, and pieces of prompts, which
+            take what the others leave: the largest piece at most, the smallest in any case. None: a whole block of
+            every slot, and the largest piece.
         seed: draws the seeds of requests that bring none; None: from the operating system.
     """
 
@@ -67,16 +77,28 @@ class EngineConfig:
     context_buckets: tuple[int, ...] | None = None
     max_programs: int | None = None
     max_stop_token_ids: int = 16
+    enable_prefix_caching: bool = True
+    prefix_cache_tokens: int | None = None
+    kv_cache_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_stop_token_ids"):
             _require_count(name, getattr(self, name))
-        for name in ("num_speculative_tokens", "max_programs"):
+        for name in (
+            "num_speculative_tokens",
+            "max_programs",
+            "prefix_cache_tokens",
+            "kv_cache_tokens",
+            "max_num_batched_tokens",
+        ):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2 (a prompt token and a new one), found 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, found {self.enable_prefix_caching!r}")
         _require_choice("mode", self.mode, MODES)
         _require_choice("verification", self.verification, RULES)
         if not 0.0 <= float(self.confidence_threshold) <= 1.0:

@@ -35,6 +35,10 @@ NAMES = (
     "predicted_milliseconds",  # of the cycles that were measured too
     "measured_milliseconds",
     "moves",
+    "prefix_cache_queries",  # prompt tokens looked up, as in vLLM
+    "prefix_cache_hits",  # of those the ones that were found
+    "prefix_cache_refused",  # saved blocks that were not finite, and were forgotten
+    "preemptions",
 )
 
 

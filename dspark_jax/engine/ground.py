@@ -16,6 +16,7 @@ from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Costs, Temperatures
+from dspark_jax.engine.prefix_cache import BLOCK
 from dspark_jax.engine.profile import Profile, profile
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.refine import refine, sizes_of
@@ -59,7 +60,13 @@ class Ground:
             budget=self._budget,
             spend=not self._refines,
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
+            stored_blocks=_stored_blocks(config, self.window),
         )
+        self.cache_tokens = self._cache_tokens()
+        self.step_tokens = (
+            config.max_num_batched_tokens or config.max_num_seqs * self.buckets.width + self.buckets.prefill[-1]
+        )
+        self._lookback = 0 if drafter is None else drafter.lookback
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
         if self._times is not None and self._refines:
@@ -76,6 +83,17 @@ class Ground:
             static=Static() if static is None else static,
         )
         self._state: Any = None
+
+    def _cache_tokens(self) -> int:
+        """Tokens that all slots together may hold. Raises ValueError where one request alone may need more."""
+        config, least = self.config, self.window + self.buckets.width
+        tokens = config.kv_cache_tokens or config.max_num_seqs * least
+        if tokens < least:
+            raise ValueError(
+                f"kv_cache_tokens: {tokens} tokens do not hold one request of the window's {self.window} tokens and a "
+                f"block behind it; at least {least}, or a smaller max_model_len"
+            )
+        return tokens
 
     def prepare(self, progress: Progress, anew: bool = False) -> None:
         """Compiles what is not compiled, and gets step times where the mode needs them and has none."""
@@ -111,15 +129,17 @@ class Ground:
             self.window,
         )
 
-    def _costs(self, cycle: int, requests: int, slots: int, context: int, draft_context: int) -> Costs | None:
-        """What a cycle of ``requests`` in a slot bucket costs; None without step times."""
+    def _costs(
+        self, cycle: int, requests: int, slots: int, context: int, draft_context: int, spare: int
+    ) -> Costs | None:
+        """What a cycle of ``requests`` in a slot bucket costs, within ``spare`` tokens; None without step times."""
         times = self._times
         if times is None:
             return None
         self._drift.advance(cycle)
 
         def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
-            curve = times.curve(requests, slots, context, self.buckets.tokens[slots][-1])
+            curve = times.curve(requests, slots, context, min(self.buckets.tokens[slots][-1], spare))
             draft_ms = times.draft_ms(self.buckets.slot_bucket(max(sum(drafting), 1)), draft_context)
             return self._drift.corrected(curve, draft_ms, requests, slots, context), draft_ms
 
@@ -148,3 +168,11 @@ class Ground:
         for line in found.lines():
             progress(line)
         return found.table
+
+
+def _stored_blocks(config: EngineConfig, window: int) -> int:
+    """Rows of the store of prefixes. None where no prompt is long enough to have one."""
+    if not config.enable_prefix_caching or window <= BLOCK + 1:
+        return 0
+    tokens = config.prefix_cache_tokens or max(window, config.max_num_seqs * window // 4)
+    return max(tokens // BLOCK, 1)

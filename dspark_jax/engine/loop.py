@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,15 +22,15 @@ from dspark_jax.engine.buckets import Key
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
-from dspark_jax.engine.ground import Ground
 from dspark_jax.engine.policy import OUTSIDE
 from dspark_jax.engine.report import Reports, Watcher
 from dspark_jax.engine.request import Event, Request, Result, check
-from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+from dspark_jax.engine.slots import Tenant
+from dspark_jax.engine.tenancy import Tenancy
 from dspark_jax.schedule import StepTimeTable
 
 
-class Engine(Ground):
+class Engine(Tenancy):
     """Decodes many requests at once.
 
     Args:
@@ -68,13 +67,8 @@ class Engine(Ground):
     def reset(self) -> None:
         """Forgets all requests and makes the device's state anew."""
         self._state = None  # frees the old one first
-        self._waiting: deque[Tenant] = deque()
-        self._slots = Slots(self.config.max_num_seqs)
-        self._cancelled: list[Tenant] = []
-        self._flights: deque[Flight] = deque()
-        self._events: dict[int, Event] = {}
+        self._vacate()
         self._cycle = 0
-        self._alone = False  # only cycles ran since the last one
         self._error: BaseException | None = None
         self._state = self._programs.init_state()
 
@@ -102,9 +96,16 @@ class Engine(Ground):
             if tenant.id == request_id and tenant.finish_reason is None:
                 if tenant.slot is None:
                     self._waiting.remove(tenant)
+                    self._seeds.release(tenant.id)
                 else:
                     self._cancelled.append(tenant)
                 self._end(tenant, "cancelled")
+
+    def preempt(self, request_id: int) -> None:
+        """Takes a request off its slot at the next step; it waits at its old place in the line and goes on from where
+        it was. Unknown ids, and requests that have no slot, are left alone."""
+        if any(tenant.id == request_id and tenant.finish_reason is None for tenant in self._slots):
+            self._asked.add(request_id)
 
     def has_work(self) -> bool:
         """A step would do something or return an event."""
@@ -187,25 +188,6 @@ class Engine(Ground):
 
     # -- the five statements of a step -----------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Frees the slots of cancelled requests, gives free ones to waiting requests in their order, and runs one
-        piece of one prompt: decoding goes on between the pieces."""
-        for tenant in self._cancelled:
-            self._release(tenant)
-        self._cancelled = []
-        newcomer = next((t for t in self._slots if not t.decoding), None)
-        if newcomer is None and self._waiting and self._slots.take(self._waiting[0]) is not None:
-            newcomer = self._waiting.popleft()
-            self._welcome(newcomer)
-        if newcomer is not None:
-            self._prefill(newcomer)
-        if self._waiting:
-            return  # they will fill the holes
-        while (move := self._slots.compaction(self.buckets.slot_bucket)) is not None:
-            self._state = self._programs.move(self._state, *move)
-            self._counters.add("moves")
-            self._alone = False
-
     def _choose(self) -> Plan | None:
         """What the next cycle runs; None where nobody decodes."""
         working = [t for t in self._slots if t.may_emit]
@@ -216,8 +198,11 @@ class Engine(Ground):
         width = self.buckets.width
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
-        costs = self._costs(self._cycle, len(working), slots, context, draft_context)
+        # Pieces of prompts have taken their share of the step's tokens.
+        spare = max(self.step_tokens - self._prefilling, len(working))
+        costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
         decision = self._policy.decide(self._cycle, working, costs)
+        self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
     def _draft(self, plan: Plan | None) -> steps.Draft | None:
@@ -276,6 +261,7 @@ class Engine(Ground):
 
     def _settle(self, keep: int) -> None:
         """Reads what has been dispatched, but for the last ``keep`` cycles: emits, ends requests, frees slots."""
+        self._confirm()  # copies of the step before
         flying = sum(flight.plan is not None for flight in self._flights)
         while self._flights and (self._flights[0].plan is None or flying > keep):
             flight = self._flights.popleft()
@@ -290,30 +276,6 @@ class Engine(Ground):
                         self._commit(tenant, flight, out, row)
 
     # -- their parts -----------------------------------------------------------------------------------------
-
-    def _welcome(self, tenant: Tenant) -> None:
-        """Sets up the slot of a request that has just got one."""
-        request = tenant.request
-        if self._policy.competes and not request.coupled:
-            tenant.seed = claim_seed(
-                tenant.seed, {t.seed for t in self._slots if t is not tenant and not t.request.coupled}
-            )
-        tenant.confidence_temperature = self._temperatures.of(request)
-        self._state = self._programs.admit(self._state, tenant.slot, self._programs.values(tenant))
-
-    def _prefill(self, tenant: Tenant) -> None:
-        """Dispatches the next piece of a prompt."""
-        prompt = tenant.request.prompt
-        piece = next(p for p in self.buckets.pieces(len(prompt)) if p.start == tenant.prefilled)
-        end = piece.start + piece.count
-        last = end == len(prompt)
-        self._state, packed = self._programs.prefill(self._state, tenant.slot, piece, prompt, last)
-        tenant.prefilled = end
-        self._alone = False
-        self._counters.prefill(piece)
-        if last:
-            tenant.decoding, tenant.promised = True, 1
-            self._dispatched(Flight((tenant,), packed))
 
     def _lag(self) -> int:
         """Cycles that stay unread behind the one just dispatched. The lagged scheduler keeps its lag where nothing
@@ -355,7 +317,7 @@ class Engine(Ground):
         count = int(out.count[row])
         if count == 0 and not out.failed[row]:
             raise RuntimeError(f"request {tenant.id} is at work, but its cycle emitted nothing")
-        event = self._events.setdefault(tenant.id, Event(tenant.id))
+        event = self._event(tenant)
         new = out.tokens[row, :count].tolist()
         tenant.tokens += new
         event.tokens += new
@@ -367,17 +329,14 @@ class Engine(Ground):
                 record.offered.append(offered)
             self._counters.commit(out, row)
             self._reports.regret(tenant, flight, out, row)
+        if not out.failed[row]:
+            self._kept(tenant, flight, bool(out.finished[row]))
         if out.finished[row]:
             self._end(tenant, "error" if out.failed[row] else "stop" if out.stopped[row] else "length")
             self._release(tenant)
 
     def _end(self, tenant: Tenant, reason: str) -> None:
         tenant.finish_reason = reason
-        event = self._events.setdefault(tenant.id, Event(tenant.id))
+        event = self._event(tenant)
         event.finished, event.finish_reason, event.result = True, reason, tenant.result()
         self._counters.add({"cancelled": "cancelled", "error": "failed"}.get(reason, "finished"))
-
-    def _release(self, tenant: Tenant) -> None:
-        """Frees the slot, on the device too: an idle row costs its neighbours nothing."""
-        slot = self._slots.release(tenant)
-        self._state = self._programs.admit(self._state, slot, self._programs.idle())

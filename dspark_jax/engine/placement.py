@@ -28,15 +28,18 @@ class Placement:
             return jax.tree.map(jnp.asarray, tree)
         return jax.tree.map(jax.device_put, tree, self._shardings(tree))
 
-    def out_shardings(self, kind: str, state: DecodeState) -> dict[str, Any]:
-        """Options for ``jax.jit`` that keep the state where it is: the next program is compiled for that."""
+    def out_shardings(self, kind: str, state: DecodeState, store: PyTree = None) -> dict[str, Any]:
+        """Options for ``jax.jit`` that keep the state where it is: the next program is compiled for that. ``store``:
+        what a copy takes besides it."""
         if self._mesh is None:
             return {}
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         if kind == "draft":
             return {"out_shardings": everywhere}
         own = self._shardings(state)
-        return {"out_shardings": own if kind in ("admit", "move", "absorb") else (own, everywhere)}
+        if kind == "copy":
+            return {"out_shardings": (own, self._shardings(store), everywhere)}
+        return {"out_shardings": own if kind in ("admit", "absorb") else (own, everywhere)}
 
     def _shardings(self, tree: PyTree) -> PyTree:
         mesh = self._mesh

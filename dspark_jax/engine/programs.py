@@ -21,9 +21,10 @@ from dspark_jax import cycle
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
-from dspark_jax.engine import steps
+from dspark_jax.engine import copies, steps
 from dspark_jax.engine.buckets import Buckets, Key, Piece
 from dspark_jax.engine.placement import Placement
+from dspark_jax.engine.prefix_cache import BLOCK
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.sampling import sampling_row
 from dspark_jax.types import EMPTY, Array
@@ -59,20 +60,24 @@ class Programs:
         self._place = Placement(target)
         self._table: dict[Key, Callable[..., Any]] = {}
         self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its log_q
+        self._store: copies.Store | None = None
         self.warm = False
         self.late_compiles = 0
 
     # State
 
     def init_state(self) -> DecodeState:
-        """All slots idle, caches empty."""
-        self._proposal = None
+        """All slots idle, caches empty; the store of prefixes too."""
+        self._store = self._proposal = None
         slots, cells = self._slots, self.buckets.cells
         state = self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
             ring=self._ring(),
         )
+        if rows := self.buckets.stored_blocks:
+            draft = None if self._drafter is None else self._drafter.init(rows, BLOCK)
+            self._store = self._place.put(copies.Store(self._target.init_cache(rows, BLOCK), draft))
         return self._place.put(state)
 
     def _ring(self) -> cycle.Ring | None:
@@ -94,12 +99,23 @@ class Programs:
         """
         return self._small(0, False, 0, 0.0, 0, 1.0, 0.0, ())
 
-    def values(self, tenant: Tenant) -> DecodeState:
-        """The small arrays of a slot whose tenant is about to be prefilled."""
+    def values(self, tenant: Tenant, length: int = 0, *, resumed: bool = False) -> DecodeState:
+        """The small arrays of a slot that holds ``length`` tokens of its tenant's text. ``resumed``: all of it, and
+        the tenant goes on decoding where it was interrupted."""
         request, s = tenant.request, tenant.request.sampling
-        return self._small(
-            tenant.seed, request.coupled, request.limit, s.temperature, s.top_k, s.top_p, s.min_p, request.stop_ids
-        )
+        small = self._small(
+            tenant.seed,
+            request.coupled,
+            request.limit - len(tenant.tokens),
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            request.stop_ids,
+        ).replace(length=np.int32(length))
+        if not resumed:
+            return small
+        return small.replace(anchor=np.int32(tenant.tokens[-1]), active=np.bool_(True), cycle=np.int32(tenant.cycle))
 
     def _small(
         self,
@@ -133,7 +149,22 @@ class Programs:
         return self._run(Key("admit"), state, _index(slot), values)
 
     def move(self, state: DecodeState, source: int, to: int) -> DecodeState:
-        return self._run(Key("move"), state, np.int32(source), np.int32(to), self.idle())
+        return self._copy(state, source=source, to=to)[0]
+
+    def save(self, state: DecodeState, slot: int | None, first: int, rows: Sequence[int]) -> tuple[DecodeState, Array]:
+        """Copies the blocks of a slot's text from block ``first`` on into rows of the store. Returns the state, and
+        whether all that was copied is finite (a bool on the device)."""
+        state, sound = self._copy(state, slot=_index(slot), first=first, rows=rows, saved=len(rows))
+        return state, sound
+
+    def load(self, state: DecodeState, slot: int | None, first: int, rows: Sequence[int]) -> DecodeState:
+        """Copies rows of the store to a slot: its text's blocks from block ``first`` on."""
+        return self._copy(state, slot=_index(slot), first=first, rows=rows, loaded=len(rows))[0]
+
+    def _copy(self, state: DecodeState, **job: Any) -> tuple[DecodeState, Array]:
+        wanted = copies.job(self.buckets.cells // BLOCK, **job)
+        state, _, sound = self._run(Key("copy"), state, self._store, wanted, self.idle())
+        return state, sound
 
     def prefill(
         self, state: DecodeState, slot: int | None, piece: Piece, prompt: Sequence[int], last: bool
@@ -207,7 +238,7 @@ class Programs:
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self._function(key)(*self._weights(key), *arguments)
+            return self._keep_store(key, self._function(key)(*self._weights(key), *arguments))
         program = self._table.get(key)
         if program is None:
             program, seconds = _timed(lambda: self._lower(key, arguments).compile())
@@ -215,10 +246,16 @@ class Programs:
             if self.warm:
                 self.late_compiles += 1
                 logger.warning("compiled %s after the warm-up: %.1f s", key, seconds)
-        return program(*self._weights(key), *arguments)
+        return self._keep_store(key, program(*self._weights(key), *arguments))
+
+    def _keep_store(self, key: Key, out: Any) -> Any:
+        """``out``; the store that it holds replaces the old one, which was donated."""
+        if key.kind == "copy":
+            self._store = out[1]
+        return out
 
     def _weights(self, key: Key) -> tuple[Any, ...]:
-        if key.kind in ("admit", "move"):
+        if key.kind in ("admit", "copy"):
             return ()
         return (self._drafter,) if key.kind in ("draft", "absorb") else (self._target, self._drafter)
 
@@ -236,8 +273,8 @@ class Programs:
         match key.kind:
             case "admit":
                 return bound(steps.admit)
-            case "move":
-                return bound(steps.move)
+            case "copy":
+                return bound(copies.copy)
             case "prefill":
                 return bound(steps.prefill, context=context, static=static)
             case "draft":
@@ -260,9 +297,10 @@ class Programs:
 
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
-        # The state is donated; a draft leaves it alone, and overwrites the log_q behind it.
-        donated = len(weights) + (key.kind == "draft")
-        options = self._place.out_shardings(key.kind, arguments[0])
+        # The state is donated, the store too; a draft leaves the state alone, and overwrites the log_q behind it.
+        first = len(weights) + (key.kind == "draft")
+        donated = (first, first + 1) if key.kind == "copy" else (first,)
+        options = self._place.out_shardings(key.kind, *arguments[:2])
         return jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
 
     def compile_all(self, keys: Sequence[Key], state: DecodeState, progress: Progress) -> DecodeState:
@@ -290,8 +328,8 @@ class Programs:
         match key.kind:
             case "admit":
                 return state, np.int32(0), self.idle()
-            case "move":
-                return state, np.int32(0), np.int32(0), self.idle()
+            case "copy":
+                return state, self._store, copies.job(self.buckets.cells // BLOCK), self.idle()
             case "prefill":
                 tokens = np.zeros((1, key.tokens), np.int32)
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)

@@ -44,6 +44,7 @@ class Event:
     offered: list[int] = dataclasses.field(default_factory=list)  # drafts verified, one entry a cycle
     finished: bool = False
     finish_reason: str | None = None  # stop | length | cancelled | error
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     result: Result | None = None  # of the whole request, once finished
 
 
@@ -58,6 +59,7 @@ class Result:
     committed: list[int]
     offered: list[int]
     finish_reason: str  # stop | length | cancelled | error
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,16 @@
-"""Who sits where: tenants (requests at work), the slots they occupy, and the seeds they hold."""
+"""Who sits where: tenants (requests at work), and the slots they occupy."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from dspark_jax.engine.prefix_cache import Block
 from dspark_jax.engine.request import Checked, Result
 from dspark_jax.types import GREEDY_TEMPERATURE
-
-_GOLDEN = 0x9E3779B1
-_WORD = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,10 +19,13 @@ class Tenant:
 
     id: int
     request: Checked
-    seed: int  # what keys its numbers; ``claim_seed`` may change it at admission
+    seed: int  # what keys its numbers; ``Seeds.claim`` may change it at its first admission
     slot: int | None = None
-    prefilled: int = 0  # prompt tokens handed to the device
-    decoding: bool = False  # the whole prompt has been handed over
+    admitted: bool = False  # it has had a slot before, or has one
+    prefilled: int = 0  # tokens of ``text`` handed to the device, or found there
+    cached: int | None = None  # prompt tokens that were found in the prefix cache when it first got a slot
+    again: list[Block] = dataclasses.field(default_factory=list)  # to be copied once more behind the next piece
+    decoding: bool = False  # the whole text has been handed over
     promised: int = 0  # dispatched and not settled, each at least one token: the prefill's end and cycles
     finish_reason: str | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -32,12 +33,34 @@ class Tenant:
     offered: list[int] = dataclasses.field(default_factory=list)
     confidence_temperature: np.ndarray | float = 1.0  # [G] of its calibration
     held: int = 0  # tokens that the drafter has not absorbed
+    whole: int = 0  # tokens of ``text`` that target and drafter had surely cached before the newest cycle was read
     # What the policy remembers of it; see ``estimates.py`` and ``adaptive.py``.
     score: tuple[int, np.ndarray] | None = None  # (cycle, survival [G]) of its newest block
     acceptances: np.ndarray | None = None  # [2, G] drafts accepted and tried
     low: int = 0  # cycles in a row in which its first draft was not worth its place
     trimmed: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)  # (place in tokens, drafts)
     left: Any = None  # the ``Probe`` of a request that has left the draft batch
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """What a slot caches of it: the prompt and the new tokens but for the last one, the anchor."""
+        return (*self.request.prompt, *self.tokens[:-1])
+
+    @property
+    def known(self) -> int:
+        """Tokens of ``text``."""
+        return len(self.request.prompt) + max(len(self.tokens) - 1, 0)
+
+    @property
+    def cycle(self) -> int:
+        """Its cycle number, once everything dispatched has been read: the prefill's end and every cycle raised it."""
+        return 1 + len(self.committed)
+
+    def leave(self) -> None:
+        """It has lost its slot and will be back: what it has emitted and its seed stay, and the policy will know no
+        more of it than of a newcomer."""
+        self.prefilled, self.decoding, self.again, self.held, self.whole = 0, False, [], 0, 0
+        self.score, self.acceptances, self.low, self.trimmed, self.left = None, None, 0, [], None
 
     @property
     def indifferent(self) -> bool:
@@ -51,13 +74,14 @@ class Tenant:
 
     def length_bound(self, width: int) -> int:
         """Largest number of cached tokens it can have now, cycles in flight (of at most ``width``) included."""
-        known = len(self.request.prompt) + max(len(self.tokens) - 1, 0)
         last = len(self.request.prompt) + self.request.limit - 1
-        return min(known + self.promised * width, last)
+        return min(self.known + self.promised * width, last)
 
     def result(self) -> Result:
         """What it has made; for a tenant that has ended."""
-        return Result(list(self.tokens), list(self.committed), list(self.offered), str(self.finish_reason))
+        return Result(
+            list(self.tokens), list(self.committed), list(self.offered), str(self.finish_reason), self.cached or 0
+        )
 
 
 class Slots:
@@ -72,6 +96,11 @@ class Slots:
 
     def __len__(self) -> int:
         return sum(t is not None for t in self._tenants)
+
+    @property
+    def vacant(self) -> bool:
+        """There is a free slot."""
+        return len(self) < len(self._tenants)
 
     def rows(self, count: int) -> tuple[Tenant | None, ...]:
         """Owners of the lowest ``count`` slots."""
@@ -106,23 +135,3 @@ class Slots:
             return None
         self._tenants[source], self._tenants[holes[0]], top.slot = None, top, holes[0]
         return source, holes[0]
-
-
-def _mix(h: int) -> int:
-    """``noise.mix`` on the host."""
-    h ^= h >> 16
-    h = h * 0x85EBCA6B & _WORD
-    h ^= h >> 13
-    h = h * 0xC2B2AE35 & _WORD
-    return h ^ (h >> 16)
-
-
-def claim_seed(seed: int, taken: Collection[int]) -> int:
-    """``seed``, or hash(seed, k) with the smallest k >= 1 that is not taken: ``noise.distinct_seeds`` for requests
-    that come one by one. Two ``rejection`` requests that compete for admission must not share their numbers
-    (DESIGN section 2, idea 4)."""
-    own, k = seed, 0
-    while own in taken:
-        k += 1
-        own = _mix(_mix(seed ^ 0x452821E6) + k * _GOLDEN & _WORD)
-    return own

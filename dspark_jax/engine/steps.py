@@ -200,9 +200,15 @@ def admit(state: DecodeState, slot: Array, values: DecodeState) -> DecodeState:
 
 
 def move(state: DecodeState, source: Array, to: Array, idle: DecodeState) -> DecodeState:
-    """Moves a tenant: its small arrays and the valid cells of its caches; ``source`` becomes idle."""
-    small = jax.tree.map(lambda a, empty: a.at[to].set(a[source]).at[source].set(empty), state.small(), idle)
-    length = state.length[source]
+    """Moves a tenant: its small arrays and the valid cells of its caches; ``source`` becomes idle. Where both are the
+    same slot nothing happens."""
+    moves = source != to
+
+    def one(a: Array, empty: Array) -> Array:
+        return a.at[to].set(a[source]).at[source].set(jnp.where(moves, empty, a[source]))
+
+    small = jax.tree.map(one, state.small(), idle)
+    length = jnp.where(moves, state.length[source], 0)
 
     def copy(cache: PyTree) -> PyTree:
         if isinstance(cache, KVCache):

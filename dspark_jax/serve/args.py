@@ -66,6 +66,7 @@ class ServeArgs:
     dtype: str = "auto"
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool | None = None
+    max_num_batched_tokens: int | None = None
     attention_backend: str = "auto"
     api_key: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -141,7 +142,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="share of the device's memory to use, in (0, 1]",
     )
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compute a beginning that prompts share once (on)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=_integer(1),
+        metavar="N",
+        help="of a step: answers, drafts and pieces of prompts (everything, and one large piece)",
+    )
     add("--attention-backend", choices=(*BACKENDS, *_BACKEND_ALIASES), default="auto")
     add("--api-key", metavar="KEY", help="wanted of clients as 'Authorization: Bearer KEY'")
     add("--default-chat-template-kwargs", metavar="JSON", help="for every chat; a request's own ones win")

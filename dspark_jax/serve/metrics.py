@@ -9,6 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+# Counters of the engine that are shown a second time under the name that vLLM gives them.
+_AS_IN_VLLM = {
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+}
+
 # Counters of the engine that go up and down; the others only grow.
 _GAUGES = frozenset({"running", "waiting", "slots", "free_slots"})
 
@@ -42,6 +48,8 @@ class Metrics:
         page.summary("dspark_request_seconds", "From acceptance to the last token.", self.request_s)
         for name, value in sorted(engine.items()):
             page.engine(name, value)
+        for name in sorted(_AS_IN_VLLM.keys() & engine.keys()):
+            page.add(f"vllm:{name}_total", "counter", _AS_IN_VLLM[name], engine[name])
         return page.text()
 
 

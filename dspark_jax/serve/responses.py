@@ -22,6 +22,12 @@ class _Object(BaseModel):
         return json.dumps(self.model_dump(exclude_unset=True), separators=(",", ":"))
 
 
+class PromptTokensDetails(BaseModel):
+    """``cached_tokens``: prompt tokens that had been computed before and were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts: ``completion_tokens`` are the tokens kept, a stop token and the token that completed a
     stop string included."""
@@ -29,14 +35,16 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
         """Usage with its sum."""
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
 
 

@@ -215,6 +215,7 @@ class _Choice:
         self._stop_ids = stop_ids
         self.handle: Handle | None = None
         self.kept_tokens = 0
+        self.cached_tokens = 0
         self.finish: FinishReason | None = None
 
     def take(self, event: EngineEvent) -> tuple[str, list[int], FinishReason | None]:
@@ -236,6 +237,7 @@ class _Choice:
             pieces.append(self._stops.push(self._detokenizer.flush()))
             pieces.append(self._stops.flush())
         self.kept_tokens += len(kept)
+        self.cached_tokens = event.cached_tokens
         return "".join(pieces), kept, self.finish
 
 
@@ -278,7 +280,8 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        return Usage.of(self._prompt_tokens, sum(c.kept_tokens for c in self._choices))
+        kept, cached = (sum(getattr(c, name) for c in self._choices) for name in ("kept_tokens", "cached_tokens"))
+        return Usage.of(self._prompt_tokens, kept, cached)
 
     async def submit(self) -> None:
         """Hands every prompt to the engine and waits until it has accepted them."""

@@ -183,7 +183,12 @@ def _engine_config(args: ServeArgs, speculation: Speculation, window: int, confi
         "profile_dir": _profile_dir(args.compilation_cache_dir),
     }
     known = {field.name for field in dataclasses.fields(config_type)}
-    for name in ("enable_prefix_caching", "gpu_memory_utilization", "attention_backend"):
+    for name in (
+        "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "attention_backend",
+    ):
         value = getattr(args, name)
         if value in (None, "auto"):
             continue

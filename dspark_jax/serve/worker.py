@@ -44,6 +44,7 @@ class EngineEvent(Protocol):
     finish_reason: str | None
     committed: list[int]
     offered: list[int]
+    cached_tokens: int
 
 
 class EngineLike(Protocol):

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, EngineConfig, Request
 from dspark_jax.generate import generate
+from dspark_jax.nn.norm import rms_norm
 from dspark_jax.schedule import StepTimeTable
-from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
+from dspark_jax.testing import ScriptedDrafter, ScriptedTarget, tiny_target
+from tests.drafters.chain_cases import tiny_chain
 
 VOCAB, BLOCK, WINDOW = 7, 3, 48
+CHAIN_BLOCK = 5
 Models = tuple[ScriptedTarget, ScriptedDrafter]
 PROMPT, NEW = 16, 16  # longest ones of the references
 
@@ -32,6 +36,18 @@ def scripted_models(seed: int = 0, max_positions: int = WINDOW) -> Models:
         ScriptedTarget(jnp.asarray(target), order=2, max_positions=max_positions),
         ScriptedDrafter(jnp.asarray(drafter), jnp.asarray(confidence), vocab_size=VOCAB, order=2),
     )
+
+
+def chain_models() -> tuple[ScriptedTarget, Any]:
+    """A bigram target as a table, and an EAGLE-3 chain that reads its token ids as features. The block is longer
+    than the drafter's own of 4."""
+    target = tiny_target(vocab_size=VOCAB, dtype=jnp.float64)
+    drafter: Any = tiny_chain(target, "eagle3").drafter
+    normed = rms_norm(target.params["embed_tokens"], None, 1e-6)
+    bigrams = 0.2 * normed @ target.params["lm_head"].T
+    table = jnp.concatenate([bigrams, jnp.zeros((1, VOCAB))])
+    fc = jax.random.normal(jax.random.key(5), (target.config.hidden_size, len(drafter.taps)), jnp.float64)
+    return ScriptedTarget(table, max_positions=64), drafter.replace(params={**drafter.params, "fc": 0.1 * fc})
 
 
 def engine_config(**changes: Any) -> EngineConfig:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dspark_jax.engine import Engine
-from tests.engine.cases import Models, Watched, engine_config, fresh, scripted_models, step_times
+from dspark_jax.testing import tiny_drafter, tiny_target
+from tests.engine.cases import (
+    CHAIN_BLOCK,
+    Models,
+    Watched,
+    chain_models,
+    engine_config,
+    fresh,
+    scripted_models,
+    step_times,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +48,36 @@ def lagged_engine(models: Models) -> Engine:
         engine = Engine(*models, config)
         engine.warmup()
         return engine
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Any, Any]:
+    """Real attention, real caches, in float64."""
+    with jax.enable_x64(True):
+        target = tiny_target(dtype=jnp.float64, num_layers=1)
+        return target, tiny_drafter(target, block_size=2, target_layer_ids=(0,))
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny: tuple[Any, Any]) -> Engine:
+    with jax.enable_x64(True):
+        engine = Engine(*tiny, engine_config(max_num_seqs=3, slot_buckets=(2,)))
+        engine.warmup()  # two compilations at a time
+        return engine
+
+
+@pytest.fixture(scope="session")
+def chain() -> tuple[Any, Any]:
+    """A drafter that pairs each token with the state before it."""
+    with jax.enable_x64(True):
+        return chain_models()
+
+
+@pytest.fixture(scope="session")
+def chain_engine(chain: tuple[Any, Any]) -> Engine:
+    config = engine_config(max_num_seqs=2, num_speculative_tokens=CHAIN_BLOCK, prefill_buckets=(4,), slot_buckets=(1,))
+    with jax.enable_x64(True):
+        return Engine(*chain, config)
 
 
 @pytest.fixture

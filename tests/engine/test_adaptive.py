@@ -17,7 +17,8 @@ from dspark_jax.engine.flight import Flight, Plan
 from dspark_jax.engine.policy import Decision
 from dspark_jax.engine.report import Reports
 from dspark_jax.engine.request import Checked
-from dspark_jax.engine.slots import Tenant, claim_seed
+from dspark_jax.engine.seeds import claim_seed
+from dspark_jax.engine.slots import Tenant
 from dspark_jax.engine.step_times import StepTimes
 from dspark_jax.engine.steps import Emitted
 from dspark_jax.schedule import StepTimeTable, admit_early_stop

@@ -38,8 +38,8 @@ def test_the_budget_holds_at_any_size(mode: str, slots: int) -> None:
 def test_the_demo_s_programs_at_fixed_length() -> None:
     """One request alone has its own programs; short contexts have theirs."""
     buckets = plan(drafts=5)
-    assert buckets.slots == (1, 2, 4, 8) and buckets.contexts == (512, 2064)
-    assert buckets.contexts_of(1) == (256, 512, 2064) and buckets.contexts_of(2) == (512, 2064)
+    assert buckets.slots == (1, 2, 4, 8) and buckets.contexts == (512, 2112)
+    assert buckets.contexts_of(1) == (256, 512, 2112) and buckets.contexts_of(2) == (512, 2112)
     assert buckets.tokens == {1: (6,), 2: (12,), 4: (24,), 8: (48,)}
     assert len(buckets.keys(2047)) == 23
 
@@ -52,32 +52,53 @@ def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
     """A request alone: none, half a block or a whole one; many: none or about two drafts each. Slot buckets come
     before finer sizes and before contexts of the draft: few requests must not pay for the slots of many."""
     buckets = plan(**MODES["lagged"])
-    assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2064) and buckets.draft_contexts == (2064,)
+    assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2112) and buckets.draft_contexts == (2112,)
     assert buckets.tokens == {1: (4, 8), 4: (13,), 8: (24,)}
     assert [buckets.most_drafts(slots, slots) for slots in buckets.slots] == [7, 9, 16]
-    kinds = {"admit", "move", "absorb", "prefill", "draft", "verify", "plain"}
+    kinds = {"admit", "copy", "absorb", "prefill", "draft", "verify", "plain"}
     assert {key.kind for key in buckets.keys(2047)} == kinds and len(buckets.keys(2047)) == 24
     assert plan(**MODES["threshold"]).tokens[8][-1] == 64  # nothing else bounds its lengths
 
 
 @pytest.mark.parametrize("window", [2, 17, 64, 65, 100, 257, 1030])
-@pytest.mark.parametrize("prefill", [None, (8, 16), (5,)])
+@pytest.mark.parametrize("prefill", [None, (8, 16), (5,), (6, 7, 40)])
 def test_every_write_fits_into_the_cache_and_every_piece_has_a_program(
     window: int, prefill: tuple[int, ...] | None
 ) -> None:
-    """A dynamic update that does not fit clamps, and overwrites valid cells without a word."""
+    """A dynamic update that does not fit clamps, and overwrites valid cells without a word. A piece may begin anywhere,
+    behind a known prefix, and be cut to what a step has room for."""
     buckets = plan(max_model_len=window, prefill_buckets=prefill)
     keys = set(buckets.keys(window - 1))
     assert window - 1 + buckets.width <= buckets.cells
+    used = set()
+    for length in {1, 2, window // 2, window - 2, window - 1} - {0}:
+        for start in range(length):
+            for room in (None, 0, *buckets.prefill):
+                piece = buckets.piece(start, length, room)
+                assert piece.start == start and 1 <= piece.count <= piece.size
+                assert piece.count == min(piece.size, length - start)
+                assert start + piece.size <= piece.context <= buckets.cells
+                assert piece.size <= max(room or piece.size, buckets.prefill[0])
+                used.add((piece.size, piece.context))
+    assert used == {(key.tokens, key.context) for key in keys if key.kind == "prefill"}  # and none for nothing
     for length in range(1, window):
         pieces = buckets.pieces(length)
         assert [p.start for p in pieces] == [sum(q.count for q in pieces[:i]) for i in range(len(pieces))]
         assert sum(p.count for p in pieces) == length
-        for piece in pieces:
-            assert piece.count <= piece.size and piece.start + piece.size <= piece.context <= buckets.cells
-            assert Key("prefill", 0, piece.size, piece.context) in keys
-    used = {(p.size, p.context) for length in range(1, window) for p in buckets.pieces(length)}
-    assert {(key.tokens, key.context) for key in keys if key.kind == "prefill"} == used  # and none for nothing
+
+
+def test_keeping_prefixes_costs_no_program_where_requests_move() -> None:
+    """One program copies a tenant to another slot, blocks into the store and out of it; with a single slot bucket
+    nobody moves, and it is one more."""
+    for slots, more in ((8, 0), (1, 1)):
+        settings = EngineConfig(max_num_seqs=slots)
+        without, kept = (
+            plan_buckets(
+                settings, window=2048, drafts=7, variable=True, skips=True, budget=24, stored_blocks=stored
+            ).keys(2047)
+            for stored in (0, 256)
+        )
+        assert len(kept) == len(without) + more <= 24 and Key("copy") in kept
 
 
 @pytest.mark.parametrize("mode", ["fixed", "lagged"])

@@ -92,6 +92,15 @@ def test_no_program_copies_a_whole_cache() -> None:
     assert f"[{shape}]" in compiled.as_text() and not re.search(rf"\[{shape}\]\S* copy\(", compiled.as_text())
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * cache.nbytes and memory.temp_size_in_bytes < cache.nbytes
+    # Nor does the program that copies blocks of text between the slots and the store of prefixes.
+    programs = engine._programs
+    compiled = programs._lower(Key("copy"), programs._example(Key("copy"), engine._state)).compile()
+    assert programs._store is not None
+    kept = programs._store.target.k[0]
+    for array in (cache, kept):
+        shape = ",".join(map(str, array.shape))
+        assert f"[{shape}]" in compiled.as_text() and not re.search(rf"\[{shape}\]\S* copy\(", compiled.as_text())
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * (cache.nbytes + kept.nbytes)
 
 
 def test_a_cycle_without_drafts_copies_neither_the_drafter_s_cache_nor_the_ring() -> None:

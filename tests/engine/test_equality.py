@@ -6,6 +6,8 @@ them than slots, entering and leaving at different times.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ import pytest
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
 from dspark_jax.generate import generate
-from dspark_jax.testing import tiny_drafter, tiny_target
 from tests.engine.cases import Models, engine_config, expected, fresh, random_requests, run_all
 
 
@@ -77,13 +78,9 @@ def test_a_static_threshold_offers_what_generate_offers(models: Models) -> None:
     assert any("do not overlap" in note for note in engine.notes)
 
 
-def test_a_transformer_in_float64_emits_what_generate_emits() -> None:
+def test_a_transformer_in_float64_emits_what_generate_emits(tiny_engine: Engine, tiny: tuple[Any, Any]) -> None:
     """Real attention, real caches: flat forwards, fewer rows than slots, prompts in pieces."""
-    target = tiny_target(dtype=jnp.float64, num_layers=1)
-    drafter = tiny_drafter(target, block_size=2, target_layer_ids=(0,))
-    config = engine_config(max_num_seqs=3, slot_buckets=(2,))
-    engine = Engine(target, drafter, config)
-    engine.warmup()  # two compilations at a time
+    engine = fresh(tiny_engine)
     rng = np.random.default_rng(5)
     lengths = np.array([3, 16, 9, 12, 1])
     prompts = np.zeros((5, 16), np.int32)
@@ -91,7 +88,7 @@ def test_a_transformer_in_float64_emits_what_generate_emits() -> None:
         prompts[row, :length] = rng.integers(0, 31, length)
     seeds = np.arange(5)
     out = generate(
-        target, drafter, jnp.asarray(prompts), jnp.asarray(lengths), seeds=jnp.asarray(seeds), max_new_tokens=20,
+        *tiny, jnp.asarray(prompts), jnp.asarray(lengths), seeds=jnp.asarray(seeds), max_new_tokens=20,
         sampling=Sampling(0.7),
     )  # fmt: skip
     got = run_all(

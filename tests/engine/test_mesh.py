@@ -26,12 +26,14 @@ for place in (None, NamedSharding(mesh, PartitionSpec())):
     config = EngineConfig(max_num_seqs=2, max_model_len=40, mode="fixed", prefill_buckets=(8,), max_programs=1)
     engine = Engine(target, drafter, config)
     engine.warmup()
-    ids = [engine.submit(Request([1, 2, n], 12, Sampling(0.0))) for n in range(3)]
-    results = engine.run()
-    texts.append([results[i].tokens for i in ids])
+    for known in (False, True):  # the second time with the first block of every prompt out of the store
+        ids = [engine.submit(Request([1, 2, n] * 6, 12, Sampling(0.0))) for n in range(2)]
+        results = engine.run()
+        texts.append([results[i].tokens for i in ids])
+    assert engine.counters()["prefix_cache_hits"] == 2 * 16
     assert engine.counters()["late_compiles"] == 0
     print(engine._state.target.k[0].sharding)
-assert texts[0] == texts[1], texts
+assert texts[1:] == texts[:1] * 3, texts
 """
 
 

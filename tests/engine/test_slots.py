@@ -8,7 +8,8 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine.request import Checked
-from dspark_jax.engine.slots import Slots, Tenant, claim_seed
+from dspark_jax.engine.seeds import Seeds, claim_seed
+from dspark_jax.engine.slots import Slots, Tenant
 from dspark_jax.noise import distinct_seeds
 
 
@@ -86,3 +87,30 @@ def test_a_free_seed_is_kept_and_the_smallest_number_is_used_again() -> None:
     second = claim_seed(5, {5})
     assert claim_seed(5, set()) == 5 and claim_seed(5, {second}) == 5
     assert claim_seed(5, {5, second}) != second
+
+
+def test_an_ended_request_s_numbers_stay_taken_while_somebody_runs_who_ran_beside_it() -> None:
+    """What the first one accepted has moved the second one's share of the drafts; a third one with the first one's
+    numbers would compete against what they have already done."""
+    seeds = Seeds()
+    second = claim_seed(5, {5})
+    assert [seeds.claim(1, 5), seeds.claim(2, 5)] == [5, second]
+    seeds.release(1)
+    assert seeds.claim(3, 5) not in (5, second)
+    seeds.release(2)  # the only one that ran beside the first
+    assert seeds.claim(4, 5) == 5
+    seeds.release(3)
+    seeds.release(4)
+    seeds.release(99)  # never claimed anything
+    assert (seeds._alive, seeds._ended) == ({}, []) and seeds.claim(5, 5) == 5
+
+
+def test_a_tenant_that_leaves_keeps_what_it_emitted_and_nothing_a_policy_learned() -> None:
+    """What a slot caches of it when it comes back, and the cycle number it goes on with."""
+    t = tenant(0)
+    t.tokens, t.committed, t.offered, t.prefilled, t.held, t.whole, t.low = [7, 8, 9], [1, 1], [0, 0], 3, 2, 4, 5
+    t.score, t.acceptances, t.left, t.trimmed = (1, np.ones(2)), np.ones((2, 2)), object(), [(1, [2])]
+    t.leave()
+    assert (t.tokens, t.committed, t.text, t.known, t.cycle) == ([7, 8, 9], [1, 1], (1, 2, 3, 7, 8), 5, 3)
+    assert (t.prefilled, t.decoding, t.held, t.whole, t.low, t.trimmed) == (0, False, 0, 0, 0, [])
+    assert t.score is t.acceptances is t.left is None

@@ -21,7 +21,8 @@ from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.request import Checked
-from dspark_jax.engine.slots import Tenant, claim_seed
+from dspark_jax.engine.seeds import claim_seed
+from dspark_jax.engine.slots import Tenant
 from dspark_jax.noise import DRAFT
 from dspark_jax.schedule import (
     StepTimeTable,

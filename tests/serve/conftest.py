@@ -56,6 +56,7 @@ class FakeEvent:
     finish_reason: str | None = None
     committed: list[int] = dataclasses.field(default_factory=list)
     offered: list[int] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
 
 
 NOT_FINITE = -1
@@ -83,6 +84,7 @@ class FakeEngine:
         self.submitted: list[FakeRequest] = []
         self.cancelled: list[int] = []
         self.steps = self.resets = 0
+        self.cached_tokens = 0  # of every request
         self._waiting: deque[int] = deque()
         self._running: dict[int, deque[int]] = {}
         self._thread: int | None = None
@@ -126,7 +128,8 @@ class FakeEngine:
             i = self._waiting.popleft()
             request = self.submitted[i]
             self._running[i] = deque(list(self.script(request))[: request.max_new_tokens])
-        return [self._advance(i) for i in list(self._running)]
+        events = [self._advance(i) for i in list(self._running)]
+        return [dataclasses.replace(event, cached_tokens=self.cached_tokens) for event in events]
 
     def _advance(self, i: int) -> FakeEvent:
         left = self._running[i]
@@ -152,6 +155,7 @@ class FakeEngine:
             "accepted": 3 * self.steps,
             "offered": 5 * self.steps,
             "verify_tokens_bucket": {4: self.steps},
+            "prefix_cache_hits": self.cached_tokens,
             "mode": "fixed",
         }
 

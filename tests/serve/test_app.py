@@ -84,6 +84,7 @@ def test_a_chat_answer_has_the_openai_shape(serving: Callable[..., Any], tokeniz
         "prompt_tokens": len(prompt),
         "completion_tokens": kept,
         "total_tokens": len(prompt) + kept,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     request = s.engine.submitted[0]
     assert request.prompt_ids == prompt
@@ -308,6 +309,20 @@ def test_models_version_and_metrics(serving: Callable[..., Any], until: Any) -> 
     assert samples["dspark_engine_accepted_total"] == str(3 * s.engine.steps)
     assert samples['dspark_engine_verify_tokens_bucket_total{key="4"}'] == str(s.engine.steps)
     assert "mode" not in page.text
+
+
+def test_prompt_tokens_that_were_not_computed_again_are_said(serving: Callable[..., Any], until: Any) -> None:
+    """In the usage of every answer, over all its prompts, and on the metrics page under vLLM's name too."""
+    s = serving("abc<|im_end|>")
+    s.engine.cached_tokens = 16
+    assert chat(s.app).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+    stream = chat(s.app, stream=True, stream_options={"include_usage": True})
+    assert events(stream)[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+    usage = complete(s.app, prompt=[[65] * 20, [66] * 20]).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (40, {"cached_tokens": 32})
+    until(lambda: s.worker.counters["prefix_cache_hits"] == 16)
+    page = ask(s.app, ("GET", "/metrics", {}))[0].text
+    assert "\nvllm:prefix_cache_hits_total 16\n" in page and "vllm:prefix_cache_queries" not in page
 
 
 def test_a_failing_step_ends_its_requests_with_500_and_the_server_lives_on(

@@ -82,6 +82,7 @@ def test_speculative_config_reads_as_in_vllm(argv: list[str], want: Speculation)
         (["--port", "70000"], "--port"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--max-model-len", "many"], "--max-model-len"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
         (["--dtype", "int3"], "--dtype"),
         (["--attention-backend", "magic"], "--attention-backend"),
@@ -114,6 +115,8 @@ class FakeConfig:
     verification: str = "rejection"
     seed: int = 0
     profile_dir: str | None = None
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None
 
 
 class FakeEngine:
@@ -233,10 +236,17 @@ def test_flags_that_cannot_be_honoured_are_errors_or_said(loaders: SimpleNamespa
         load(["--attention-backend", "triton"])
     with pytest.raises(UsageError, match="method is 'eagle3'.*'dspark' drafter"):
         load(["--speculative-config", '{"method": "eagle3", "model": "d"}'])
-    _, lines = load(["--gpu-memory-utilization", "0.5", "--attention-backend", "xla"])
+    _, lines = load(["--gpu-memory-utilization", "0.5", "--attention-backend", "xla", "--no-enable-prefix-caching"])
     assert [line for line in lines if "has no effect" in line] == [
         "WARNING --gpu-memory-utilization has no effect in this version"
     ]
+
+
+def test_prefix_caching_and_the_budget_of_a_step_reach_the_engine(loaders: SimpleNamespace) -> None:
+    loaded, _ = load(["m"])
+    assert loaded.engine.config.enable_prefix_caching and loaded.engine.config.max_num_batched_tokens is None
+    loaded, _ = load(["m", "--no-enable-prefix-caching", "--max-num-batched-tokens", "96"])
+    assert not loaded.engine.config.enable_prefix_caching and loaded.engine.config.max_num_batched_tokens == 96
 
 
 # -- the compilation cache -------------------------------------------------------------------------
