@@ -159,6 +159,7 @@ class Tenancy(Ground):
             self._send_back(tenant)
         while len(self._slots) > 1 and self._needed() > self.cache_tokens:
             self._send_back(max(self._slots, key=lambda t: t.id))
+        self._confirm()  # they may be back at once, and find what they left
 
     def _send_back(self, tenant: Tenant) -> None:
         """Off its slot, and to its place in the waiting line."""
