@@ -56,7 +56,7 @@ class Programs:
         self._target, self._drafter, self._buckets = target, drafter, buckets
         self._slots, self._stop_ids = slots, stop_ids
         self._rule, self._max_positions, self._static = rule, max_positions, static
-        self._place = Placement(target)
+        self._place = Placement(target, drafter)
         self._table: dict[Key, Callable[..., Any]] = {}
         self._proposals: dict[int, Proposal] = {}  # shapes, by slot bucket
         self.warm = False
@@ -66,13 +66,19 @@ class Programs:
 
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty."""
+        return self._place.put(self._fresh())
+
+    def state_shapes(self) -> DecodeState:
+        """The shapes of ``init_state``, for lowering a program without the memory of its caches."""
+        return self._place.shapes(jax.eval_shape(self._fresh))
+
+    def _fresh(self) -> DecodeState:
         slots, cells = self._slots, self._buckets.cells
-        state = self._everywhere(self.idle()).replace(
+        return self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
             ring=self._ring(),
         )
-        return self._place.put(state)
 
     def _ring(self) -> cycle.Ring | None:
         if self._drafter is None or not self._buckets.skips:
@@ -247,11 +253,22 @@ class Programs:
                 return bound(steps.plain, rows=rows, context=context, static=static)
         raise ValueError(f"no program of kind {key.kind!r}")
 
+    def lower(self, key: Key, state: DecodeState) -> Any:
+        """A program on shapes (``state_shapes``); a verify program after the draft program whose proposal it takes."""
+        if key.kind == "verify":
+            proposal = self._place.shapes(self._proposals[key.slots])
+            return self._lower(key, (state, proposal, np.zeros(key.slots, np.int32)))
+        return self._lower(key, self._example(key, state))
+
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
         donated = () if key.kind == "draft" else (len(weights),)
-        options = self._place.out_shardings(key.kind, arguments[0])
-        lowered = jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
+        function, arguments = self._function(key), self._place.numbers(arguments)
+        with self._place.tracing():
+            options = self._place.out_shardings(
+                key.kind, arguments[0], lambda: jax.eval_shape(function, *weights, *arguments)
+            )
+            lowered = jax.jit(function, donate_argnums=donated, **options).lower(*weights, *arguments)
         if key.kind == "draft":
             self._proposals[key.slots] = lowered.out_info.proposal
         return lowered
