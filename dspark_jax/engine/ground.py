@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from dspark_jax.drafters.base import DrafterModel
 from dspark_jax.engine.buckets import Key, plan_buckets
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.modes import choose_policy
+from dspark_jax.engine.multiprocess import Link, SharedPrograms
 from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Temperatures
 from dspark_jax.engine.profile import profile
@@ -32,7 +34,9 @@ class Ground:
         config: EngineConfig | None = None,
         *,
         static: Static | None = None,
+        link: Link | None = None,
     ) -> None:
+        self._link = link
         self.config = config = EngineConfig() if config is None else config
         self.mode, self._policy, self.notes = choose_policy(config, drafter)
         self.window = min(config.max_model_len, target.max_positions)
@@ -56,7 +60,8 @@ class Ground:
         )
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None
-        self._programs = Programs(
+        programs = Programs if link is None else partial(SharedPrograms, link=link)
+        self._programs = programs(
             target,
             drafter,
             self.buckets,

@@ -24,6 +24,7 @@ from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
 from dspark_jax.engine.ground import Ground
+from dspark_jax.engine.multiprocess import Link
 from dspark_jax.engine.policy import OUTSIDE
 from dspark_jax.engine.report import Reports, Watcher
 from dspark_jax.engine.request import Event, Request, Result, check
@@ -37,6 +38,8 @@ class Engine(Ground):
     Args:
         target: a loaded target. drafter: a loaded drafter, or None for plain decoding.
         static: noise and logit rule, replaced in tests.
+        link: of ``multiprocess.connect``, where the weights are spread over several processes. Process 0 alone is
+            given requests and steps; every other one calls ``follow``.
 
     Attributes:
         mode: what really runs. notes: a line for everything that is not as asked; show them at start-up.
@@ -55,8 +58,9 @@ class Engine(Ground):
         config: EngineConfig | None = None,
         *,
         static: Static | None = None,
+        link: Link | None = None,
     ) -> None:
-        super().__init__(target, drafter, config, static=static)
+        super().__init__(target, drafter, config, static=static, link=link)
         config = self.config
         self.overlap = config.overlap
         self._fresh_seeds = np.random.default_rng(config.seed)
@@ -105,6 +109,11 @@ class Engine(Ground):
                 else:
                     self._cancelled.append(tenant)
                 self._end(tenant, "cancelled")
+
+    def follow(self) -> None:
+        """Runs what process 0 decides, until it ends. For every other process of a ``link``."""
+        state, self._state = self._state, None
+        self._programs.follow(state)  # type: ignore[attr-defined]
 
     def has_work(self) -> bool:
         """A step would do something or return an event."""
