@@ -73,7 +73,7 @@ def write_rows(cells: Array, new: Array, layout: Layout, layer: Array | None = N
         new: ``[R, Hk, W, D]`` of ``storable``; places at offsets >= count are garbage and land past the row's length.
         layout: row r is slot ``first_slot + r``, its first cell ``start[r]``.
     """
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() != "gpu":
         return _write_in_loop(cells, new, layout, layer)
     # One scatter, whatever the number of rows: an update a row would be a launch a row, layer and cache.
     rows, _, width, _ = new.shape
@@ -89,6 +89,7 @@ def _write_in_loop(cells: Array, new: Array, layout: Layout, layer: Array | None
     XLA's CPU backend would fuse a bare update into the attention that reads the cells, need the old cells twice for
     it and copy every cache whole, several times a step (60 caches of 12 MB: 300 ms). It cannot fuse a loop, nor
     unroll one of unknown length, so the update stays in place.
+    On a TPU a scatter would have the cells in another order of axes, and every cache copied there and back.
     """
     zero = jnp.zeros((), jnp.int32)
     new = new.astype(cells.dtype)
