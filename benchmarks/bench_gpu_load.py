@@ -34,7 +34,6 @@ def engine_of(models: tuple[Any, Any], mode: str, args: argparse.Namespace) -> E
         mode=mode,
         slot_buckets=(args.slots,),
         prefill_buckets=(args.prompt,),
-        context_buckets=(),
         max_programs=args.programs,
         profile_dir="",
         profile_seconds=args.profile_seconds,

@@ -7,7 +7,7 @@
 #   scripts/gpu_check.sh --pack DIR [--text RECORDS] [--prompts FILE.jsonl]
 #                                                             on a machine that has the embedded model: what --model needs
 #
-# --full: pytest -m gpu; kernels against XLA and the roofline; step times, and the adaptive scheduler against fixed
+# --full: pytest -m gpu; kernels against XLA and the roofline; the cycle with and without CUDA graphs; step times, and the adaptive scheduler against fixed
 # blocks, on a random Qwen3-4B (layers by scan, 8 programs an engine, scripted acceptance); the cycle, and the load
 # benchmark, on the embedded model; and in what time is left a training run of the embedded drafter. DIR of --model
 # holds the GGUF file in three parts of under 35 MB (they reach such a machine one at a time), which are joined here and
@@ -112,7 +112,18 @@ train() {  # as long as there is time, then what there is leaves in files under 
 part tests 90 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
 if [ "$extent" = full ]; then
   part kernels 60 "$python" benchmarks/bench_kernels.py --shape "$kernel_shape" --rows 1,8,64 --out "$out/kernels.json"
-  part load 200 "$python" benchmarks/bench_gpu_load.py --shape "$large_shape" --users "$users" --slots "$slots" \
+  # CUDA graphs: XLA's own choice, none, and loops and conditionals recorded as well.
+  for graphs in default off loops; do
+    case "$graphs" in
+      default) flags='' ;;
+      off) flags=--xla_gpu_enable_command_buffer= ;;
+      loops) flags=--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL ;;
+    esac
+    if [ "$dry" = 1 ]; then flags=''; fi
+    part "graphs-$graphs" 40 env XLA_FLAGS="${XLA_FLAGS:-} $flags" "$python" benchmarks/bench_cycle.py \
+      --shape "$shape" --batch 8 --tokens 33 --repeats 3 --out "$out/graphs-$graphs.json"
+  done
+  part load 170 "$python" benchmarks/bench_gpu_load.py --shape "$large_shape" --users "$users" --slots "$slots" \
     --seconds "$seconds" --profile-seconds "$((seconds * 2))" --out "$out/load.json"
 fi
 if [ "$extent" = quick ]; then
@@ -124,7 +135,7 @@ elif part join 40 join_model; [ -f "$out/target.gguf" ]; then
   if [ ! -f benchmarks/bench_load.py ]; then skip embedded "no benchmarks/bench_load.py"
   elif [ ! -f "$model/prompts.jsonl" ]; then skip embedded "no prompts.jsonl in $model"
   else
-    part embedded 120 "$python" benchmarks/bench_load.py --prompts "$model/prompts.jsonl" --out "$out/embedded" \
+    part embedded 90 "$python" benchmarks/bench_load.py --prompts "$model/prompts.jsonl" --out "$out/embedded" \
       --rounds 1 --seconds "$load_seconds" --concurrency 1,16 --shown "" --fixed 3,7 --profile-seconds 10
   fi
   if [ -d "$model/text" ]; then part train 600 train; else skip train "no text in $model"; fi
@@ -136,7 +147,7 @@ echo "== summary"
 printf '%s\n' "${table[@]}"
 "$python" - "$out" <<'PY' || true
 import json, pathlib, sys
-for name in ("cycle", "kernels", "load"):
+for name in ("cycle", "kernels", "graphs-default", "graphs-off", "graphs-loops", "load"):
     path = pathlib.Path(sys.argv[1]) / f"{name}.json"
     if not path.is_file():
         continue

@@ -140,6 +140,8 @@ def join(args: ServeArgs) -> None:
         return
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
+        jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", args.nnodes, args.node_rank)
 
 

@@ -102,20 +102,6 @@ def served(target: Any, drafter: Any, host: str) -> dict[str, Any] | None:
     return {"served": [[results[i].tokens, results[i].committed, results[i].offered] for i in ids]}
 
 
-def meet(mesh: Any) -> None:
-    """A sum over every device, and along each axis. Gloo makes its connections at a group's first sum and waits 30 s
-    for the others then: better here than behind a compilation that takes one process longer than another."""
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from dspark_jax.sharding import spread
-
-    x = spread(np.ones(mesh.devices.shape), NamedSharding(mesh, PartitionSpec(*mesh.axis_names)))
-    for axis, left in ((None, ()), (0, ("model",)), (1, ("data",))):
-        where = NamedSharding(mesh, PartitionSpec(*left))
-        jax.block_until_ready(jax.jit(lambda x, axis=axis: x.sum(axis), out_shardings=where)(x))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -128,6 +114,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.local_devices)
     jax.config.update("jax_enable_x64", True)
+    # Process 0 alone would find its programs there, and then wait for the other for longer than Gloo does.
+    jax.config.update("jax_enable_compilation_cache", False)
     if args.coordinator:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
@@ -136,7 +124,6 @@ def main() -> None:
     if data * model > 1:
         auto = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.make_mesh((data, model), ("data", "model"), axis_types=auto)
-        meet(mesh)
     target, drafter = models(mesh)
     found = texts(target, drafter)
     engine = served(target, drafter, "127.0.0.1")
