@@ -86,7 +86,6 @@ def load(args: ServeArgs, say: Say) -> Loaded:
 
     import dspark_jax
     from dspark_jax import engine as engine_module
-    from dspark_jax.engine.multiprocess import connect
 
     join(args)
     say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
@@ -97,7 +96,7 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     drafter, speculation = _load_drafter(args, target, mesh, say)
     window = _window(args.max_model_len, target.max_positions)
     config = _engine_config(args, speculation, window, engine_module.EngineConfig, say)
-    link = connect(args.master_addr)
+    link = _link(args)
     engine = engine_module.Engine(target, drafter, config, **({} if link is None else {"link": link}))
     if link is not None and not link.leads:
         say(f"process {args.node_rank} of {args.nnodes} follows process 0")
@@ -143,6 +142,15 @@ def join(args: ServeArgs) -> None:
         # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
         jax.config.update("jax_enable_compilation_cache", False)
     jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", args.nnodes, args.node_rank)
+
+
+def _link(args: ServeArgs) -> Any:
+    """The line between process 0 and the others; None where there is one process."""
+    if args.nnodes == 1:
+        return None
+    from dspark_jax.engine.multiprocess import connect
+
+    return connect(args.master_addr)
 
 
 def _mesh(args: ServeArgs) -> Any:
