@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
@@ -19,6 +20,7 @@ from dspark_jax.drafters.base import DrafterModel, Proposal, drafts_of_block
 from dspark_jax.noise import distinct_seeds
 from dspark_jax.sampling import sampling_rows
 from dspark_jax.schedule.prefix import admit_early_stop_device, survival_device
+from dspark_jax.sharding import mesh_of, spread, tracing_on
 from dspark_jax.types import EMPTY, GREEDY_TEMPERATURE, Array, concrete
 from dspark_jax.verify import Commit
 
@@ -93,20 +95,25 @@ def generate(
     milliseconds, draft_ms = None, 0.0
     if admit == "early_stop":
         rows = prompts.shape[0]
-        milliseconds = jnp.asarray(step_time.dense(rows * (k + 1)), jnp.float32)
+        milliseconds = np.asarray(step_time.dense(rows * (k + 1)), np.float32)
         draft_ms = float(getattr(step_time, "draft_ms", 0.0) or 0.0)
         calibration = getattr(drafter, "calibration", None) if calibration is None else calibration
         calibration = _pick_table(calibration, verification, sampling)
-    run = _generate if isinstance(prompts, jax.core.Tracer) else _generate_jit
+    # A threshold may be traced; where several processes compute, plain numbers are every process's own.
+    threshold = jnp.asarray(confidence_threshold, jnp.float32)
+    traced = isinstance(prompts, jax.core.Tracer)
+    mesh = None if traced else mesh_of(target)
+    threshold = threshold if mesh is None else np.asarray(threshold)
+    run = _generate if traced else _compiled(mesh)
     return run(
         target,
         drafter,
-        jnp.asarray(prompts, jnp.int32),
-        jnp.asarray(lengths, jnp.int32),
-        seeds.astype(jnp.uint32),
-        jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32),
+        _rows(prompts, jnp.int32, mesh),
+        _rows(lengths, jnp.int32, mesh),
+        _rows(seeds, jnp.uint32, mesh),
+        np.asarray(tuple(stop_token_ids) or (EMPTY,), np.int32),
         milliseconds,
-        jnp.asarray(confidence_threshold, jnp.float32),
+        threshold,
         calibration if admit == "early_stop" else None,
         max_new_tokens=int(max_new_tokens),
         sampling=sampling,
@@ -116,6 +123,14 @@ def generate(
         draft_ms=draft_ms,
         static=static,
     )
+
+
+def _rows(values: Array, dtype: Any, mesh: Mesh | None) -> Array:
+    """``[B, ...]`` where the weights are; its rows are split over a mesh axis ``data`` that divides them."""
+    if mesh is None:
+        return jnp.asarray(values, dtype)
+    split = "data" in mesh.axis_names and values.shape[0] % mesh.shape["data"] == 0
+    return spread(np.asarray(values).astype(dtype), NamedSharding(mesh, PartitionSpec("data" if split else None)))
 
 
 def _integers(name: str, values: Any) -> Any:
@@ -362,7 +377,16 @@ def _record(loop: _Loop, result: Commit) -> _Loop:
     )
 
 
-_generate_jit = partial(
-    jax.jit,
-    static_argnames=("max_new_tokens", "sampling", "coupled", "num_drafts", "admit", "draft_ms", "static"),
-)(_generate)
+@functools.cache
+def _compiled(mesh: Mesh | None) -> Callable[..., GenerateOutput]:
+    """The jitted loop for weights on one device (None) or spread over a mesh; there every process gets all results."""
+
+    @functools.wraps(_generate)
+    def on_mesh(*arguments: Any, **options: Any) -> GenerateOutput:
+        with tracing_on(mesh):
+            return _generate(*arguments, **options)
+
+    static = ("max_new_tokens", "sampling", "coupled", "num_drafts", "admit", "draft_ms", "static")
+    if mesh is None:
+        return jax.jit(_generate, static_argnames=static)
+    return jax.jit(on_mesh, static_argnames=static, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -73,17 +73,14 @@ def write_rows(cells: Array, new: Array, layout: Layout, layer: Array | None = N
         new: ``[R, Hk, W, D]`` of ``storable``; places at offsets >= count are garbage and land past the row's length.
         layout: row r is slot ``first_slot + r``, its first cell ``start[r]``.
     """
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() != "gpu":
         return _write_in_loop(cells, new, layout, layer)
-    zero = jnp.zeros((), jnp.int32)
-    for r in range(new.shape[0]):
-        at = (layout.first_slot + r, zero, layout.start[r], zero)
-        block = new[r : r + 1].astype(cells.dtype)
-        if layer is None:
-            cells = jax.lax.dynamic_update_slice(cells, block, at)
-        else:
-            cells = jax.lax.dynamic_update_slice(cells, block[None], (layer, *at))
-    return cells
+    # One scatter, whatever the number of rows: an update a row would be a launch a row, layer and cache.
+    rows, _, width, _ = new.shape
+    slot = layout.first_slot + jnp.arange(rows, dtype=jnp.int32)
+    place = layout.start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    at = cells.at[slot[:, None], :, place] if layer is None else cells.at[layer, slot[:, None], :, place]
+    return at.set(new.astype(cells.dtype).swapaxes(1, 2), mode="drop", unique_indices=True)
 
 
 def _write_in_loop(cells: Array, new: Array, layout: Layout, layer: Array | None) -> Array:
@@ -92,6 +89,7 @@ def _write_in_loop(cells: Array, new: Array, layout: Layout, layer: Array | None
     XLA's CPU backend would fuse a bare update into the attention that reads the cells, need the old cells twice for
     it and copy every cache whole, several times a step (60 caches of 12 MB: 300 ms). It cannot fuse a loop, nor
     unroll one of unknown length, so the update stays in place.
+    On a TPU a scatter would have the cells in another order of axes, and every cache copied there and back.
     """
     zero = jnp.zeros((), jnp.int32)
     new = new.astype(cells.dtype)
@@ -109,11 +107,17 @@ def _write_in_loop(cells: Array, new: Array, layout: Layout, layer: Array | None
 
 def read_rows(cells: Array, layout: Layout, context: int, layer: Array | None = None) -> Array:
     """The first ``context`` cells of the forward's rows: ``[R, Hk, context, D]``."""
+    return read_slots(cells, layout.first_slot, layout.start.shape[0], context, layer)
+
+
+def read_slots(cells: Array, first_slot: Array, rows: int, context: int, layer: Array | None = None) -> Array:
+    """The first ``context`` cells of ``rows`` slots from ``first_slot`` on: ``[rows, Hk, context, D]``."""
+    slots, heads, length, size = cells.shape[-4:]
+    zero = jnp.zeros((), jnp.int32)
     if layer is not None:
-        cells = jax.lax.dynamic_index_in_dim(cells, layer, 0, keepdims=False)
-    slots, heads, length, size = cells.shape
-    rows = layout.start.shape[0]
+        # One slice, not a layer's first: that would copy the cells of every slot.
+        at = (layer, first_slot, zero, zero, zero)
+        return jax.lax.dynamic_slice(cells, at, (1, rows, heads, context, size))[0]
     if rows == slots and context == length:
         return cells
-    zero = jnp.zeros((), jnp.int32)
-    return jax.lax.dynamic_slice(cells, (layout.first_slot, zero, zero, zero), (rows, heads, context, size))
+    return jax.lax.dynamic_slice(cells, (first_slot, zero, zero, zero), (rows, heads, context, size))

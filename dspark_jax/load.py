@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dspark_jax.config import DecoderConfig
 from dspark_jax.config_io import decoder_config_from_hf
 from dspark_jax.data import ngrams
 from dspark_jax.drafters import KINDS, LoadedDrafter, NgramDrafter, drafter_specs
+from dspark_jax.nn.linear import Int8Matrix, quantize_rows
 from dspark_jax.params import ParamSpec
 from dspark_jax.targets import Target, decoder_specs
 from dspark_jax.targets.embedded import EMBEDDED, find_embedded
@@ -37,7 +39,12 @@ SHIPPED_DRAFTERS = ("smollm2-135m-instruct-dspark",)
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 
-def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh | None = None) -> Target:
+QUANTIZATIONS = ("int8",)
+
+
+def load_target(
+    path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh | None = None, quantization: str | None = None
+) -> Target:
     """Loads a target model; nothing is fetched from the network.
 
     Args:
@@ -46,6 +53,9 @@ def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh
         dtype: ``"auto"`` (float32 on CPU, bfloat16 elsewhere), ``"float32"``, ``"bfloat16"``, ``"float64"``
             (needs ``jax_enable_x64``), or the JAX dtype.
         mesh: devices to spread the weights over (``sharding.RULES``); None: the default device.
+        quantization: ``"int8"``: the matrices of the layers as integers of one byte with a scale for each output
+            channel, made on the host as they are read; embedding, head and norms stay as they are. A memory saver:
+            the target is then slightly another model (benchmarks/results/int8_smollm2.json).
 
     Returns:
         A Target. Its tokenizer is None where the directory has none.
@@ -54,12 +64,30 @@ def load_target(path: str | os.PathLike[str], *, dtype: Any = "auto", mesh: Mesh
         FileNotFoundError: nothing of that name; the message says what to do.
         ValueError: an unsupported or corrupt checkpoint; one message with everything that is wrong.
     """
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(f"quantization must be None or one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     dtype = resolve_dtype(dtype)
+    put = sharding.putter(mesh)
+    if quantization == "int8":
+        put = _int8_putter(put)
     name = os.fspath(path)
     place = find_model(name)
     if place.is_file():
-        return _load_gguf(place, name if name in EMBEDDED else place.stem, dtype, mesh)
-    return _load_directory(place, name if _HUB_ID.fullmatch(name) else place.resolve().name, dtype, mesh)
+        return _load_gguf(place, name if name in EMBEDDED else place.stem, dtype, put)
+    return _load_directory(place, name if _HUB_ID.fullmatch(name) else place.resolve().name, dtype, put)
+
+
+def _int8_putter(put: Callable[..., Any]) -> Callable[..., Any]:
+    """``put`` with the matrices of layers quantised on their way to the device."""
+
+    def placed(array: np.ndarray, spec: ParamSpec) -> Any:
+        if ".layers." not in f".{spec.name}" or len(spec.shape) != 2:
+            return put(array, spec)
+        values, scale = quantize_rows(array)
+        channel = dataclasses.replace(spec, shape=spec.shape[:1], axes=spec.axes[:1])
+        return Int8Matrix(put(values, spec), put(scale, channel))
+
+    return placed
 
 
 def load_drafter(
@@ -191,7 +219,7 @@ def find_model(name: str) -> Path:
         ) from None
 
 
-def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
+def _load_gguf(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any]) -> Target:
     source = GGUFSource(path)
     config = decoder_config_from_gguf(source)
     try:
@@ -200,10 +228,10 @@ def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Ta
         # Token ids can still be used; a wrong tokenizer would be worse than none.
         logger.warning("%s; the target has no tokenizer", error)
         tokenizer = None
-    return _build(source, config, tokenizer, name, dtype, mesh)
+    return _build(source, config, tokenizer, name, dtype, put)
 
 
-def _load_directory(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> Target:
+def _load_directory(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any]) -> Target:
     raw = read_json(path / "config.json")
     for key in ("target_layer_ids", "speculators_model_type"):
         if key in raw:
@@ -220,7 +248,7 @@ def _load_directory(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) 
             f"{path}: the checkpoint has no lm_head.weight, but config.json does not tie it to the embedding "
             f"(tie_word_embeddings is {raw.get('tie_word_embeddings', 'absent')})"
         )
-    return _build(source, config, tokenizer_from_directory(path), name, dtype, mesh)
+    return _build(source, config, tokenizer_from_directory(path), name, dtype, put)
 
 
 def _build(
@@ -229,11 +257,10 @@ def _build(
     tokenizer: Any,
     name: str,
     dtype: jnp.dtype,
-    mesh: Mesh | None,
+    put: Callable[..., Any],
 ) -> Target:
     # A tied model may carry its head a second time.
     extra = ("lm_head.weight",) if config.tie_embeddings else ()
-    put = sharding.putter(mesh)
     params = restore(decoder_specs(config), source, np.dtype(dtype), allow_extra=extra, put=put)
     return Target.build(params, config, tokenizer=tokenizer, name=name)
 

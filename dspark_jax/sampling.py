@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import Sampling
+from dspark_jax.sharding import cut_vocab
 from dspark_jax.types import GREEDY_TEMPERATURE, Array, accumulate_dtype, cond
 
 
@@ -74,9 +75,9 @@ def log_probs(logits: Array, rows: SamplingRows) -> Array:
         x = _when(jnp.any(rows.top_k > 0), lambda y: _keep_top_k(y, rows.top_k), x)
         x = _when(jnp.any(rows.top_p < 1.0), lambda y: _keep_top_p(y, rows.top_p), x)
         x = _when(jnp.any(rows.min_p > 0.0), lambda y: _keep_min_p(y, rows.min_p), x)
-        return jnp.where(greedy[:, None], one_hot_log(x), jax.nn.log_softmax(x, axis=-1))
+        return cut_vocab(jnp.where(greedy[:, None], one_hot_log(x), jax.nn.log_softmax(x, axis=-1)))
 
-    return cond(jnp.all(greedy), one_hot_log, sampled, logits)
+    return cond(jnp.all(greedy), lambda x: cut_vocab(one_hot_log(x)), sampled, cut_vocab(logits))
 
 
 def one_hot_log(logits: Array) -> Array:
@@ -90,7 +91,7 @@ def one_hot_log(logits: Array) -> Array:
 
 def _when(predicate: Array, f: Callable[[Array], Array], x: Array) -> Array:
     """``f(x)`` if the scalar predicate holds, at no cost otherwise."""
-    return cond(predicate, f, lambda y: y, x)
+    return cond(predicate, lambda y: cut_vocab(f(y)), cut_vocab, x)
 
 
 def _ordered_bits(x: Array) -> Array:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 from jax.experimental import topologies
@@ -94,3 +96,14 @@ def abstract(
 ) -> jax.ShapeDtypeStruct:
     """An array that is only described, replicated or sharded over ``mesh``."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@contextmanager
+def as_if_on(platform: str) -> Iterator[None]:
+    """While it lasts code is traced in the forms of ``gpu`` or ``tpu``, which it chooses by JAX's default backend."""
+    own = jax.default_backend
+    jax.default_backend = lambda: platform
+    try:
+        yield
+    finally:
+        jax.default_backend = own

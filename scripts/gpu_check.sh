@@ -2,57 +2,161 @@
 # Checks and measures everything that needs a GPU, on a machine with one and only JAX, flax, optax, orbax, numpy,
 # transformers and pytest installed.
 #
-#   scripts/gpu_check.sh --quick [--out DIR]     under 3 minutes: pytest -m gpu, milliseconds of the cycle
+#   scripts/gpu_check.sh --quick [--out DIR]                  under 3 minutes: pytest -m gpu, milliseconds of the cycle
+#   scripts/gpu_check.sh --full [--model DIR] [--out DIR]     under 9 minutes: all of it (below)
+#   scripts/gpu_check.sh --pack DIR [--text RECORDS] [--prompts FILE.jsonl]
+#                                                             on a machine that has the embedded model: what --model needs
 #
-# Every part survives the failure of the others; the last thing printed is one table. Results go to DIR
-# (default: runs/gpu_check).
+# --full: pytest -m gpu; kernels against XLA and the roofline; the cycle with and without CUDA graphs; step times, and the adaptive scheduler against fixed
+# blocks, on a random Qwen3-4B (layers by scan, 8 programs an engine, scripted acceptance); the cycle, and the load
+# benchmark, on the embedded model; and in what time is left a training run of the embedded drafter. DIR of --model
+# holds the GGUF file in three parts of under 35 MB (they reach such a machine one at a time), which are joined here and
+# read by our own block decoders, text to train on as uint16 ids, and prompts. A part whose files are missing is skipped
+# and says so.
+#
+# Every part survives the failure of the others; the last thing printed is one table. Results go to DIR of --out
+# (default: runs/gpu_check), the trained drafter in files under 16 MB. --dry tries the script itself: tiny shapes, CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+start=$SECONDS
 
-out=runs/gpu_check
+out=runs/gpu_check extent=quick model='' pack='' text='' prompts='' dry=0 total=${DSPARK_GPU_CHECK_SECONDS:-520}
 while [ $# -gt 0 ]; do
   case "$1" in
-    --quick) ;;  # the only extent so far
+    --quick) extent=quick ;;
+    --full) extent=full ;;
+    --dry) dry=1 ;;
     --out) out=${2:?--out needs a directory}; shift ;;
-    *) echo "gpu_check.sh: unknown argument '$1' (known: --quick, --out DIR)" >&2; exit 2 ;;
+    --model) model=${2:?--model needs a directory}; shift ;;
+    --pack) pack=${2:?--pack needs a directory}; shift ;;
+    --text) text=${2:?--text needs a folder of token records}; shift ;;
+    --prompts) prompts=${2:?--prompts needs a file}; shift ;;
+    *) echo "gpu_check.sh: unknown argument '$1' (known: --quick --full --dry --out --model --pack --text --prompts)" >&2
+       exit 2 ;;
   esac
   shift
 done
-mkdir -p "$out"
 python=${PYTHON:-python3}
-shape=${DSPARK_GPU_CHECK_SHAPE:-qwen3-0.6b}  # tiny tries the script itself on a CPU
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 DSPARK_TEST_PLATFORM=default
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+if [ -n "$pack" ]; then
+  set -e
+  mkdir -p "$pack"
+  gguf=$("$python" -c 'from dspark_jax.targets.embedded import find_embedded as f; print(f("smollm2-135m-instruct"))')
+  rm -f "$pack"/target.gguf.part-?
+  split -n 3 -a 1 --numeric-suffixes=1 "$gguf" "$pack/target.gguf.part-"
+  sha256sum < "$gguf" | cut -d' ' -f1 > "$pack/target.gguf.sha256"
+  if [ -n "$text" ]; then
+    mkdir -p "$pack/text"
+    cp "$text"/{tokens.bin,mask.bin,offsets.npy,meta.json} "$pack/text/"
+  fi
+  if [ -n "$prompts" ]; then head -n 200 "$prompts" > "$pack/prompts.jsonl"; fi
+  large=$(find "$pack" -name '*.part-*' -size +35000000c)
+  if [ -n "$large" ]; then echo "gpu_check.sh: over 35 MB: $large" >&2; exit 1; fi
+  ls -l "$pack"
+  exit 0
+fi
+
+mkdir -p "$out"
+shape=${DSPARK_GPU_CHECK_SHAPE:-qwen3-0.6b} large_shape=qwen3-4b kernel_shape=qwen3-8b seconds=7 users=1,8,32 slots=32
+load_seconds=5
+export DSPARK_TEST_PLATFORM=default
+if [ "$dry" = 1 ]; then
+  shape=tiny large_shape=tiny kernel_shape=tiny seconds=1 users=1,2 slots=2 load_seconds=1
+  export JAX_PLATFORMS=cpu DSPARK_TEST_PLATFORM=cpu
+fi
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$out/compiled}
 
 failed=0
 table=()
+left() { echo $((total - (SECONDS - start))); }
+row() { table+=("$(printf '%-10s %-34s %4d s' "$1" "$2" "$3")"); }
+skip() { echo "== $1: skipped, $2"; row "$1" "skipped: $2" 0; }
 part() {  # part NAME LIMIT_SECONDS COMMAND...
   local name=$1 limit=$2 begin=$SECONDS rc
   shift 2
+  if [ "$(left)" -lt 15 ]; then skip "$name" "no time left"; return; fi
+  if [ "$limit" -gt "$(left)" ]; then limit=$(left); fi
   echo "== $name"
-  timeout "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$out/$name.log"
   rc=${PIPESTATUS[0]}
-  [ "$rc" = 0 ] || failed=1
-  table+=("$(printf '%-10s %-22s %4d s' "$name" "$([ "$rc" = 0 ] && echo ok || echo "failed, status $rc")" $((SECONDS - begin)))")
+  # pytest says 5 where every test was left out
+  if [ "$rc" != 0 ] && ! { [ "$dry" = 1 ] && [ "$name" = tests ] && [ "$rc" = 5 ]; }; then failed=1; fi
+  case "$rc" in 0) row "$name" ok $((SECONDS - begin)) ;; 124) row "$name" "stopped after $limit s" $((SECONDS - begin)) ;;
+    *) row "$name" "failed, status $rc" $((SECONDS - begin)) ;; esac
+}
+
+join_model() {  # the embedded target, from its three parts
+  local whole=$out/target.gguf
+  cat "$model"/target.gguf.part-1 "$model"/target.gguf.part-2 "$model"/target.gguf.part-3 > "$whole" || return 1
+  [ "$(sha256sum < "$whole" | cut -d' ' -f1)" = "$(cat "$model/target.gguf.sha256")" ] ||
+    { echo "the joined file is not the one that was packed"; return 1; }
+  "$python" -c 'import dspark_jax as d; t = d.load_target("smollm2-135m-instruct"); print(t.name, t.dtype)'
+}
+
+train() {  # as long as there is time, then what there is leaves in files under 16 MB
+  local run=$out/train rc=0 seconds=$(($(left) - 25))
+  if [ "$dry" = 1 ]; then seconds=60; fi
+  timeout --signal=INT --kill-after=15 "$seconds" "$python" scripts/train.py --config configs/train/smollm2_dspark.toml \
+    --out "$run" --set "data.train=$model/text" --set "data.heldout=$model/text" --set run.save_every_s=20 \
+    --set run.evaluate_every_s=100000 --set data.heldout_batches=1 ${TRAIN_EXTRA:-} || rc=$?
+  if [ "$rc" != 0 ] && [ "$rc" != 124 ] && [ "$rc" != 130 ]; then return "$rc"; fi
+  "$python" scripts/train.py --config configs/train/smollm2_dspark.toml --out "$run" --set "data.train=$model/text" \
+    --set "data.heldout=$model/text" --set data.heldout_batches=1 ${TRAIN_EXTRA:-} --export-only "$out/drafter" || return 1
+  split -b 15000000 "$out/drafter/model.safetensors" "$out/drafter/model.safetensors.part-" || return 1
+  rm "$out/drafter/model.safetensors"
+  rm -rf "$run"
 }
 
 "$python" -c 'import jax; print("jax", jax.__version__, jax.devices())' || failed=1
 part tests 90 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
-part cycle 80 "$python" benchmarks/bench_cycle.py --shape "$shape" --batch 1,8,32 --repeats 3 --out "$out/cycle.json"
+if [ "$extent" = full ]; then
+  part kernels 60 "$python" benchmarks/bench_kernels.py --shape "$kernel_shape" --rows 1,8,64 --out "$out/kernels.json"
+  # CUDA graphs: XLA's own choice, none, and loops and conditionals recorded as well.
+  for graphs in default off loops; do
+    case "$graphs" in
+      default) flags='' ;;
+      off) flags=--xla_gpu_enable_command_buffer= ;;
+      loops) flags=--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL ;;
+    esac
+    if [ "$dry" = 1 ]; then flags=''; fi
+    part "graphs-$graphs" 40 env XLA_FLAGS="${XLA_FLAGS:-} $flags" "$python" benchmarks/bench_cycle.py \
+      --shape "$shape" --batch 8 --tokens 33 --repeats 3 --out "$out/graphs-$graphs.json"
+  done
+  part load 170 "$python" benchmarks/bench_gpu_load.py --shape "$large_shape" --users "$users" --slots "$slots" \
+    --seconds "$seconds" --profile-seconds "$((seconds * 2))" --out "$out/load.json"
+fi
+if [ "$extent" = quick ]; then
+  part cycle 80 "$python" benchmarks/bench_cycle.py --shape "$shape" --batch 1,8,32 --repeats 3 --out "$out/cycle.json"
+elif [ -z "$model" ]; then
+  skip embedded "no --model DIR"
+elif part join 40 join_model; [ -f "$out/target.gguf" ]; then
+  export DSPARK_SMOLLM2_GGUF=$out/target.gguf
+  if [ ! -f benchmarks/bench_load.py ]; then skip embedded "no benchmarks/bench_load.py"
+  elif [ ! -f "$model/prompts.jsonl" ]; then skip embedded "no prompts.jsonl in $model"
+  else
+    part embedded 90 "$python" benchmarks/bench_load.py --prompts "$model/prompts.jsonl" --out "$out/embedded" \
+      --rounds 1 --seconds "$load_seconds" --concurrency 1,16 --shown "" --fixed 3,7 --profile-seconds 10
+  fi
+  if [ -d "$model/text" ]; then part train 600 train; else skip train "no text in $model"; fi
+  rm -f "$out/target.gguf"
+fi
 
 echo
 echo "== summary"
 printf '%s\n' "${table[@]}"
-"$python" - "$out/cycle.json" <<'PY' || true
-import json, sys
-try:
-    result = json.load(open(sys.argv[1]))
-except OSError:
-    sys.exit("no cycle figures")
-print(result["device"], result["shape"], result["dtype"], "commit", result["commit"])
-columns = list(result["rows"][0])
-print(" | ".join(columns))
-for row in result["rows"]:
-    print(" | ".join(str(row[c]) for c in columns))
+"$python" - "$out" <<'PY' || true
+import json, pathlib, sys
+for name in ("cycle", "kernels", "graphs-default", "graphs-off", "graphs-loops", "load"):
+    path = pathlib.Path(sys.argv[1]) / f"{name}.json"
+    if not path.is_file():
+        continue
+    result = json.loads(path.read_text())
+    print()
+    print(name, result["device"], result["shape"], "commit", result["commit"], result.get("acceptance", ""))
+    columns = list(result["rows"][0])
+    print(" | ".join(columns))
+    for row in result["rows"]:
+        print(" | ".join(str(row.get(c, "-")) for c in columns))
 PY
 exit $failed

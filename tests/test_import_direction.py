@@ -38,6 +38,7 @@ SAME_LEVEL_EXCEPTIONS = {
     ("noise", "types"): "types is the legend every room reads",
     ("config", "types"): "types is the legend every room reads",
     ("sharding", "params"): "it maps the logical axes written in ParamSpec trees",
+    ("sampling", "sharding"): "logits stay cut along the vocabulary",
     ("kv_cache", "layout"): "cells are written where a Layout says",
     ("train", "engine"): "the answers of training text are made by the engine",
 }

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.base import DraftState, SharedParams
-from dspark_jax.kv_cache import KVCache, read_rows, storable, write_rows
+from dspark_jax.kv_cache import KVCache, storable, write_rows
 from dspark_jax.layout import Layout, dense_layout
-from dspark_jax.nn.attention import KeyBlock, attention, block_visible, context_visible
+from dspark_jax.nn.attention import CellBlock, KeyBlock, attention, block_visible, context_visible
 from dspark_jax.nn.block import attention_scale, keys_values, layer_forward, layer_specs
 from dspark_jax.nn.linear import linear
 from dspark_jax.nn.norm import rms_norm
@@ -87,11 +87,8 @@ def block_hidden(
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     for i, layer in enumerate(decoder.layers):
         tables = rope_tables(layer.rope, layer.head_dim, layout.position, accumulate_dtype(x.dtype))
-        seen = KeyBlock(
-            read_rows(state.cache.k[i], layout, context),
-            read_rows(state.cache.v[i], layout, context),
-            context_visible(length, width, context, layer.window),
-        )
+        visible = context_visible(length, width, context, layer.window)
+        seen = CellBlock(state.cache.k[i], state.cache.v[i], None, layout.first_slot, visible)
 
         def attend(q, k, v, seen=seen, layer=layer):  # type: ignore[no-untyped-def]
             own = KeyBlock(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.modes import choose_policy
+from dspark_jax.engine.multiprocess import Link, SharedPrograms
 from dspark_jax.engine.origin import origin
 from dspark_jax.engine.policy import Costs, Temperatures
 from dspark_jax.engine.prefix_cache import BLOCK
@@ -36,7 +38,9 @@ class Ground:
         config: EngineConfig | None = None,
         *,
         static: Static | None = None,
+        link: Link | None = None,
     ) -> None:
+        self._link = link
         self.config = config = EngineConfig() if config is None else config
         self.mode, self._policy, self.notes = choose_policy(config, drafter)
         self.window = min(config.max_model_len, target.max_positions)
@@ -72,7 +76,8 @@ class Ground:
         if self._times is not None and self._refines:
             self.buckets = self._refined_by(self._times)
         self._drift = Drift(self.buckets, config.correct_step_times)
-        self._programs = Programs(
+        programs = Programs if link is None else partial(SharedPrograms, link=link)
+        self._programs = programs(
             target,
             drafter,
             self.buckets,

@@ -22,6 +22,7 @@ from dspark_jax.engine.buckets import Key
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
+from dspark_jax.engine.multiprocess import Link
 from dspark_jax.engine.policy import OUTSIDE
 from dspark_jax.engine.report import Reports, Watcher
 from dspark_jax.engine.request import Event, Request, Result, check
@@ -36,6 +37,8 @@ class Engine(Tenancy):
     Args:
         target: a loaded target. drafter: a loaded drafter, or None for plain decoding.
         static: noise and logit rule, replaced in tests.
+        link: of ``multiprocess.connect``, where the weights are spread over several processes. Process 0 alone is
+            given requests and steps; every other one calls ``follow``.
 
     Attributes:
         mode: what really runs. notes: a line for everything that is not as asked; show them at start-up.
@@ -54,8 +57,9 @@ class Engine(Tenancy):
         config: EngineConfig | None = None,
         *,
         static: Static | None = None,
+        link: Link | None = None,
     ) -> None:
-        super().__init__(target, drafter, config, static=static)
+        super().__init__(target, drafter, config, static=static, link=link)
         config = self.config
         self.overlap = config.overlap
         self._fresh_seeds = np.random.default_rng(config.seed)
@@ -106,6 +110,11 @@ class Engine(Tenancy):
         it was. Unknown ids, and requests that have no slot, are left alone."""
         if any(tenant.id == request_id and tenant.finish_reason is None for tenant in self._slots):
             self._asked.add(request_id)
+
+    def follow(self) -> None:
+        """Runs what process 0 decides, until it ends. For every other process of a ``link``."""
+        state, self._state = self._state, None
+        self._programs.follow(state)  # type: ignore[attr-defined]
 
     def has_work(self) -> bool:
         """A step would do something or return an event."""

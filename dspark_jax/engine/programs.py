@@ -57,7 +57,7 @@ class Programs:
         self._target, self._drafter, self.buckets = target, drafter, buckets
         self._slots, self._stop_ids = slots, stop_ids
         self._rule, self._max_positions, self._static = rule, max_positions, static
-        self._place = Placement(target)
+        self._place = Placement(target, drafter)
         self._table: dict[Key, Callable[..., Any]] = {}
         self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its log_q
         self._store: copies.Store | None = None
@@ -69,16 +69,22 @@ class Programs:
     def init_state(self) -> DecodeState:
         """All slots idle, caches empty; the store of prefixes too."""
         self._store = self._proposal = None
+        if rows := self.buckets.stored_blocks:
+            draft = None if self._drafter is None else self._drafter.init(rows, BLOCK)
+            self._store = self._place.put(copies.Store(self._target.init_cache(rows, BLOCK), draft))
+        return self._place.put(self._fresh())
+
+    def state_shapes(self) -> DecodeState:
+        """The shapes of ``init_state``, for lowering a program without the memory of its caches."""
+        return self._place.shapes(jax.eval_shape(self._fresh))
+
+    def _fresh(self) -> DecodeState:
         slots, cells = self._slots, self.buckets.cells
-        state = self._everywhere(self.idle()).replace(
+        return self._everywhere(self.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
             ring=self._ring(),
         )
-        if rows := self.buckets.stored_blocks:
-            draft = None if self._drafter is None else self._drafter.init(rows, BLOCK)
-            self._store = self._place.put(copies.Store(self._target.init_cache(rows, BLOCK), draft))
-        return self._place.put(state)
 
     def _ring(self) -> cycle.Ring | None:
         if self._drafter is None or not self.buckets.skips:
@@ -295,13 +301,23 @@ class Programs:
                 return bound(steps.plain, rows=rows, context=context, static=static)
         raise ValueError(f"no program of kind {key.kind!r}")
 
+    def lower(self, key: Key, state: DecodeState) -> Any:
+        """A program on shapes (``state_shapes``)."""
+        if self._proposal is None and self._drafter is not None:
+            self._proposal = self._place.shapes(self._proposal_shapes(state))
+        return self._lower(key, self._example(key, state))
+
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
         # The state is donated, the store too; a draft leaves the state alone, and overwrites the log_q behind it.
         first = len(weights) + (key.kind == "draft")
         donated = (first, first + 1) if key.kind == "copy" else (first,)
-        options = self._place.out_shardings(key.kind, *arguments[:2])
-        return jax.jit(self._function(key), donate_argnums=donated, **options).lower(*weights, *arguments)
+        function, arguments = self._function(key), self._place.numbers(arguments)
+        with self._place.tracing():
+            options = self._place.out_shardings(
+                key.kind, arguments[0], lambda: jax.eval_shape(function, *weights, *arguments)
+            )
+            return jax.jit(function, donate_argnums=donated, **options).lower(*weights, *arguments)
 
     def compile_all(self, keys: Sequence[Key], state: DecodeState, progress: Progress) -> DecodeState:
         """Compiles and runs every program once on an idle state; a line each. Returns the state.
@@ -349,13 +365,16 @@ class Programs:
     def _last_proposal(self, state: DecodeState) -> Proposal:
         """Of the last draft; zeros before the first one."""
         if self._proposal is None:
-
-            def propose(drafter: DrafterModel, state: DecodeState) -> Proposal:
-                return cycle.draft(drafter, state, num_drafts=self.buckets.drafts, static=self._static)
-
-            shapes = jax.eval_shape(propose, self._drafter, state.replace(target=None, ring=None))
-            self._proposal = self._place.put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes))
+            zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._proposal_shapes(state))
+            self._proposal = self._place.put(zeros)
         return self._proposal
+
+    def _proposal_shapes(self, state: DecodeState) -> Proposal:
+        def propose(drafter: DrafterModel, state: DecodeState) -> Proposal:
+            return cycle.draft(drafter, state, num_drafts=self.buckets.drafts, static=self._static)
+
+        with self._place.tracing():
+            return jax.eval_shape(propose, self._drafter, state.replace(target=None, ring=None))
 
     def _try(self, key: Key, state: DecodeState) -> DecodeState:
         out = jax.block_until_ready(self._run(key, *self._example(key, state)))

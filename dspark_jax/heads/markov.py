@@ -22,7 +22,7 @@ def markov_specs(config: DrafterConfig, prefix: str = "markov_head.") -> PyTree:
     """Abstract parameters of the head."""
     d, r, v = config.decoder.hidden_size, config.markov_rank, config.decoder.vocab_size
     specs = {
-        "w1": ParamSpec((v, r), ("vocab", "rank"), f"{prefix}markov_w1.weight"),
+        "w1": ParamSpec((v, r), ("lookup", "rank"), f"{prefix}markov_w1.weight"),
         "w2": ParamSpec((config.draft_vocab_size, r), ("vocab", "rank"), f"{prefix}markov_w2.weight"),
     }
     if config.markov_head == "gated":

@@ -12,10 +12,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.kv_cache import read_slots
 from dspark_jax.types import Array, accumulate_dtype
 
 _MAX_SCORES = 1 << 24
-"""Scores held at once, in elements; longer prefills are walked in pieces of queries."""
+"""Scores held at once, in elements (64 MB of float32); what has more is walked in pieces of rows, then of queries."""
 
 
 class KeyBlock(flax.struct.PyTreeNode):
@@ -25,22 +26,67 @@ class KeyBlock(flax.struct.PyTreeNode):
     v: Array
     visible: Array
 
+    @property
+    def size(self) -> int:
+        """C."""
+        return self.k.shape[2]
 
-def attention(q: Array, keys: Sequence[KeyBlock], scale: float) -> Array:
+    def take(self, begin: int, end: int) -> KeyBlock:
+        """The rows from ``begin`` to ``end``."""
+        return jax.tree.map(lambda a: a[begin:end], self)
+
+
+class CellBlock(flax.struct.PyTreeNode):
+    """Keys that lie in a cache: a piece of rows is read where it is used, so that no layer's cells are copied whole.
+
+    k, v: cells as ``kv_cache.write_rows`` takes them, with ``layer`` where they are stacked; row r is slot
+    ``first_slot + r``, of which the first C cells are read. visible ``[R, W, C]``.
+    """
+
+    k: Array
+    v: Array
+    layer: Array | None
+    first_slot: Array
+    visible: Array
+
+    @property
+    def size(self) -> int:
+        """C."""
+        return self.visible.shape[2]
+
+    def take(self, begin: int, end: int) -> KeyBlock:
+        """The rows from ``begin`` to ``end``, read."""
+        k, v = (
+            read_slots(cells, self.first_slot + begin, end - begin, self.size, self.layer) for cells in (self.k, self.v)
+        )
+        return KeyBlock(k, v, self.visible[begin:end])
+
+
+def attention(q: Array, keys: Sequence[KeyBlock | CellBlock], scale: float) -> Array:
     """Softmax attention of ``q [R, W, H, D]`` over all key blocks together: ``[R, W, H, D]``.
 
     Several blocks (cache and own block of a drafter) share one softmax without being copied together. A query
     that sees nothing gets the mean of garbage: callers never read such rows.
     """
     rows, width, heads, _ = q.shape
+    scores = heads * width * sum(block.size for block in keys)  # of one row
+    at_once = max(min(_MAX_SCORES // scores, rows), 1)
+    parts = [(begin, min(begin + at_once, rows)) for begin in range(0, rows, at_once)]
+    out = [_attention(q[a:b], [block.take(a, b) for block in keys], scale) for a, b in parts]
+    return out[0] if len(out) == 1 else jnp.concatenate(out)
+
+
+def _attention(q: Array, keys: Sequence[KeyBlock], scale: float) -> Array:
+    """``attention`` of rows whose scores fit, or of a single row."""
+    rows, width, heads, _ = q.shape
     kv_heads = keys[0].k.shape[1]
-    columns = sum(block.k.shape[2] for block in keys)
+    columns = sum(block.size for block in keys)
     pieces = -(-rows * heads * width * columns // _MAX_SCORES)
     if pieces > 1 and width % 2 == 0 and width > 16:
         half = width // 2
         return jnp.concatenate(
             [
-                attention(q[:, part], [block.replace(visible=block.visible[:, part]) for block in keys], scale)
+                _attention(q[:, part], [block.replace(visible=block.visible[:, part]) for block in keys], scale)
                 for part in (slice(0, half), slice(half, width))
             ],
             axis=1,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DecoderConfig, LayerConfig
-from dspark_jax.nn.linear import linear
+from dspark_jax.nn.linear import join_rows, linear
 from dspark_jax.nn.mlp import gated_mlp
 from dspark_jax.nn.norm import rms_norm
 from dspark_jax.nn.rope import apply_rope
@@ -91,10 +91,10 @@ def fuse_projections(layer: PyTree) -> PyTree:
         return layer
     attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
     parts = ("q", "k", "v") if "v_proj" in attn else ("q", "k")
-    attn["qkv_proj"] = jnp.concatenate([attn.pop(f"{p}_proj") for p in parts])
+    attn["qkv_proj"] = join_rows([attn.pop(f"{p}_proj") for p in parts])
     if "q_bias" in attn:
         attn["qkv_bias"] = jnp.concatenate([attn.pop(f"{p}_bias") for p in parts])
-    mlp["gate_up_proj"] = jnp.concatenate([mlp.pop("gate_proj"), mlp.pop("up_proj")])
+    mlp["gate_up_proj"] = join_rows([mlp.pop("gate_proj"), mlp.pop("up_proj")])
     if "gate_bias" in mlp:
         mlp["gate_up_bias"] = jnp.concatenate([mlp.pop("gate_bias"), mlp.pop("up_bias")])
     return {**layer, "attn": attn, "mlp": mlp}

@@ -18,7 +18,7 @@ import uvicorn
 from dspark_jax.serve.app import create_app
 from dspark_jax.serve.args import ServeArgs, UsageError, parse_args
 from dspark_jax.serve.service import Service
-from dspark_jax.serve.startup import Progress, enable_compilation_cache, load
+from dspark_jax.serve.startup import Finished, Progress, enable_compilation_cache, load
 from dspark_jax.serve.worker import EngineWorker
 
 READY_LINE = "Application startup complete"
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("dspark_jax").setLevel(logging.INFO)  # how a checkpoint was read, late compilations
     try:
         args = parse_args(argv)
+        if args.node_rank:
+            return follow(args)
         listener = bind(args.host, args.port)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     with listener:
         return serve(args, listener)
+
+
+def follow(args: ServeArgs) -> int:
+    """Computes with process 0 until that one ends; it alone has a port. Returns the exit status."""
+    say = Progress(_print)
+    try:
+        enable_compilation_cache(args.compilation_cache_dir, say)
+        load(args, say)
+    except Finished:
+        return 0
+    return 1  # nothing to follow: this process is alone
 
 
 def serve(args: ServeArgs, listener: socket.socket) -> int:

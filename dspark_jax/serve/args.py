@@ -15,6 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 2048
 METHODS = ("dspark", "dflash", "eagle3", "mtp", "none")
 BACKENDS = ("auto", "xla", "mosaic_gpu", "triton")
 _BACKEND_ALIASES = {"TRITON_ATTN": "triton"}
+QUANTIZATIONS = ("int8",)
 DTYPES = ("auto", "float32", "bfloat16", "float")
 _DTYPE_ALIASES = {"float": "float32"}
 _SPECULATIVE_TYPES: Mapping[str, tuple[type, str]] = {
@@ -70,7 +71,13 @@ class ServeArgs:
     attention_backend: str = "auto"
     api_key: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    quantization: str | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
     seed: int = 0
     compilation_cache_dir: str | None = None
     uvicorn_log_level: str = "warning"
@@ -99,6 +106,8 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeArgs:
     given["dtype"] = _DTYPE_ALIASES.get(given["dtype"], given["dtype"])
     given["attention_backend"] = _BACKEND_ALIASES.get(given["attention_backend"], given["attention_backend"])
     kwargs = given.pop("default_chat_template_kwargs")
+    if given["node_rank"] >= given["nnodes"]:
+        raise UsageError(f"argument --node-rank: {given['node_rank']} is not below --nnodes {given['nnodes']}")
     return ServeArgs(
         model=model or DEFAULT_TARGET,
         speculation=_speculation(model, config),
@@ -157,7 +166,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--attention-backend", choices=(*BACKENDS, *_BACKEND_ALIASES), default="auto")
     add("--api-key", metavar="KEY", help="wanted of clients as 'Authorization: Bearer KEY'")
     add("--default-chat-template-kwargs", metavar="JSON", help="for every chat; a request's own ones win")
-    add("--tensor-parallel-size", type=_integer(1), default=1, metavar="N")
+    add("--quantization", choices=QUANTIZATIONS, help="of the target's weights, made at the start (none)")
+    add("--tensor-parallel-size", type=_integer(1), default=1, metavar="N", help="devices that share every weight (1)")
+    add("--data-parallel-size", type=_integer(1), default=1, metavar="N", help="groups that share the slots (1)")
+    add("--nnodes", type=_integer(1), default=1, metavar="N", help="processes that serve together (1)")
+    add("--node-rank", type=_integer(0), default=0, metavar="I", help="of this process; 0 has the port (0)")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="where the others reach process 0")
+    add("--master-port", type=_integer(1, 65535), default=29501, help="for the processes to meet")
     add("--seed", type=_integer(0, 2**32 - 1), default=0, help="of requests that bring none (0)")
     add(
         "--compilation-cache-dir",

@@ -79,6 +79,7 @@ def load(args: ServeArgs, say: Say) -> Loaded:
 
     Raises:
         UsageError: a flag that this machine, model or version cannot honour.
+        Finished: this process is not process 0 and has followed it to its end.
         Exception: whatever the loaders find wrong with the files.
     """
     import jax
@@ -86,14 +87,21 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     import dspark_jax
     from dspark_jax import engine as engine_module
 
+    join(args)
     say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
-    mesh = _mesh(args.tensor_parallel_size)
-    target = dspark_jax.load_target(args.model, dtype=args.dtype, mesh=mesh)
+    mesh = _mesh(args)
+    quantization = {} if args.quantization is None else {"quantization": args.quantization}
+    target = dspark_jax.load_target(args.model, dtype=args.dtype, mesh=mesh, **quantization)
     say(f"loaded target {args.model}: {target.config.num_layers} layers, vocabulary {target.vocab_size}")
     drafter, speculation = _load_drafter(args, target, mesh, say)
     window = _window(args.max_model_len, target.max_positions)
     config = _engine_config(args, speculation, window, engine_module.EngineConfig, say)
-    engine = engine_module.Engine(target, drafter, config)
+    link = _link(args)
+    engine = engine_module.Engine(target, drafter, config, **({} if link is None else {"link": link}))
+    if link is not None and not link.leads:
+        say(f"process {args.node_rank} of {args.nnodes} follows process 0")
+        engine.follow()
+        raise Finished
     for note in engine.notes:
         say(note)
     say(
@@ -119,16 +127,53 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     )
 
 
-def _mesh(size: int) -> Any:
-    """A mesh of ``size`` devices for tensor parallelism, or None for one device."""
+class Finished(Exception):
+    """This process followed process 0, which has ended."""
+
+
+def join(args: ServeArgs) -> None:
+    """Meets the other processes, before any device is touched. Nothing where there is one process."""
     import jax
 
-    devices = jax.devices()
-    if size > len(devices):
-        raise UsageError(f"argument --tensor-parallel-size: {size} is more than the {len(devices)} devices there are")
-    if size == 1:
+    if args.nnodes == 1 or jax.distributed.is_initialized():
+        return
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
+        jax.config.update("jax_enable_compilation_cache", False)
+    jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", args.nnodes, args.node_rank)
+
+
+def _link(args: ServeArgs) -> Any:
+    """The line between process 0 and the others; None where there is one process."""
+    if args.nnodes == 1:
         return None
-    return jax.make_mesh((size,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:size])
+    from dspark_jax.engine.multiprocess import connect
+
+    return connect(args.master_addr)
+
+
+def _mesh(args: ServeArgs) -> Any:
+    """The devices that serve: ``data`` x ``model``, or None for one device."""
+    import jax
+
+    devices, wanted = jax.devices(), args.tensor_parallel_size * args.data_parallel_size
+    if wanted > len(devices):
+        raise UsageError(
+            f"argument --tensor-parallel-size: {args.tensor_parallel_size} (times --data-parallel-size "
+            f"{args.data_parallel_size}) is more than the {len(devices)} devices there are"
+        )
+    if args.nnodes > 1 and wanted < len(devices):
+        raise UsageError(
+            f"argument --tensor-parallel-size: {args.nnodes} processes use all their {len(devices)} devices"
+        )
+    if args.max_num_seqs % args.data_parallel_size:
+        raise UsageError(f"argument --data-parallel-size: {args.data_parallel_size} does not divide --max-num-seqs")
+    if wanted == 1:
+        return None
+    shape = (args.data_parallel_size, args.tensor_parallel_size)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=devices[:wanted])
 
 
 def _load_drafter(args: ServeArgs, target: Any, mesh: Any, say: Say) -> tuple[Any, Speculation]:

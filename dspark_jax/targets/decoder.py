@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import DecoderConfig, LayerConfig
-from dspark_jax.kv_cache import KVCache, read_rows, storable, write_rows
+from dspark_jax.kv_cache import KVCache, storable, write_rows
 from dspark_jax.layout import Layout
-from dspark_jax.nn.attention import KeyBlock, attention, causal_visible
+from dspark_jax.nn.attention import CellBlock, attention, causal_visible
 from dspark_jax.nn.block import attention_scale, layer_forward, layer_specs
 from dspark_jax.nn.linear import linear
 from dspark_jax.nn.norm import rms_norm
@@ -78,9 +78,9 @@ def forward(
         for window in {layer.window for layer in config.layers}
     }
     if isinstance(params["layers"], list | tuple):
-        x, tapped, cache = _unrolled(params, config, x, layout, cache, tables, visible, taps, context)
+        x, tapped, cache = _unrolled(params, config, x, layout, cache, tables, visible, taps)
     else:
-        x, tapped, cache = _scanned(params, config, x, layout, cache, tables, visible, taps, context)
+        x, tapped, cache = _scanned(params, config, x, layout, cache, tables, visible, taps)
     features = jnp.concatenate(tapped, axis=-1) if taps else x[:, :0]
     return rms_norm(x, params["norm"], config.rms_norm_eps), features, cache
 
@@ -101,7 +101,6 @@ def _attend(
     layer: LayerConfig,
     layout: Layout,
     visible: Array,
-    context: int,
     cells: tuple[Array, Array],
     index: Array | None,
     qkv: tuple[Array, Array, Array],
@@ -111,12 +110,12 @@ def _attend(
     q, k, v = (layout.pad(a) for a in (q, k, v))
     k_cells = write_rows(cells[0], k.swapaxes(1, 2), layout, index)
     v_cells = write_rows(cells[1], v.swapaxes(1, 2), layout, index)
-    block = KeyBlock(read_rows(k_cells, layout, context, index), read_rows(v_cells, layout, context, index), visible)
+    block = CellBlock(k_cells, v_cells, index, layout.first_slot, visible)
     out = attention(q, [block], attention_scale(config, layer))
     return layout.flatten(out), (k_cells, v_cells)
 
 
-def _unrolled(params, config, x, layout, cache, tables, visible, taps, context):  # type: ignore[no-untyped-def]
+def _unrolled(params, config, x, layout, cache, tables, visible, taps):  # type: ignore[no-untyped-def]
     """Layers as separate code: the fast form on CPU, and the only one for layers of different shapes."""
     outputs = {-1: x} if -1 in taps else {}
     keys, values = list(cache.k), list(cache.v)
@@ -124,7 +123,7 @@ def _unrolled(params, config, x, layout, cache, tables, visible, taps, context):
 
         def attend(q, k, v, i=i, layer=layer):  # type: ignore[no-untyped-def]
             cells = (keys[i], values[i])
-            return _attend(config, layer, layout, visible[layer.window], context, cells, None, (q, k, v))
+            return _attend(config, layer, layout, visible[layer.window], cells, None, (q, k, v))
 
         with jax.named_scope(f"layer_{i}"):
             x, (keys[i], values[i]) = layer_forward(config, layer, params["layers"][i], x, tables[layer], attend)
@@ -133,7 +132,7 @@ def _unrolled(params, config, x, layout, cache, tables, visible, taps, context):
     return x, [outputs[i] for i in taps], KVCache(tuple(keys), tuple(values))
 
 
-def _scanned(params, config, x, layout, cache, tables, visible, taps, context):  # type: ignore[no-untyped-def]
+def _scanned(params, config, x, layout, cache, tables, visible, taps):  # type: ignore[no-untyped-def]
     """Layers as one ``lax.scan``, the caches in its carry: as scanned inputs they would be copied whole."""
     layer = config.layers[0]
     slots = [taps.index(i) if i in taps else len(taps) for i in range(config.num_layers)]
@@ -147,7 +146,7 @@ def _scanned(params, config, x, layout, cache, tables, visible, taps, context): 
 
         def attend(q, k, v):  # type: ignore[no-untyped-def]
             cells = (k_cells, v_cells)
-            return _attend(config, layer, layout, visible[layer.window], context, cells, index, (q, k, v))
+            return _attend(config, layer, layout, visible[layer.window], cells, index, (q, k, v))
 
         x, (new_k, new_v) = layer_forward(config, layer, weights, x, tables[layer], attend)
         return (x, new_k, new_v, tapped.at[slot].set(x)), None

@@ -232,6 +232,10 @@ def test_mtp_layers_of_a_target_are_refused_saying_what_to_name(loaders: SimpleN
 def test_flags_that_cannot_be_honoured_are_errors_or_said(loaders: SimpleNamespace) -> None:
     with pytest.raises(UsageError, match="--tensor-parallel-size: 64"):
         load(["--tensor-parallel-size", "64"])
+    with pytest.raises(UsageError, match="--data-parallel-size 64"):
+        load(["--data-parallel-size", "64"])
+    with pytest.raises(UsageError, match="--node-rank: 2 is not below --nnodes 2"):
+        load(["--nnodes", "2", "--node-rank", "2"])
     with pytest.raises(UsageError, match="--attention-backend: triton"):
         load(["--attention-backend", "triton"])
     with pytest.raises(UsageError, match="method is 'eagle3'.*'dspark' drafter"):
