@@ -12,25 +12,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.cycle_draws import DraftSampler, Static, decide, judge, target_law
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.kv_cache import write_rows
 from dspark_jax.layout import Layout, dense_layout, ragged_layout
-from dspark_jax.logit_rule import LogitRule
-from dspark_jax.noise import DRAFT, HASH_NOISE, Noise, NoiseKey
+from dspark_jax.noise import NoiseKey
 from dspark_jax.sampling import SamplingRows, log_probs
 from dspark_jax.types import Array, PyTree
-from dspark_jax.verify import (
-    Commit,
-    Drafts,
-    RowKeys,
-    Verdict,
-    choose,
-    commit,
-    cycle_key,
-    draw_undrafted,
-    plain_key,
-    verify,
-)
+from dspark_jax.verify import Commit, Verdict, commit
 
 
 class TargetModel(Protocol):
@@ -83,46 +72,9 @@ class DecodeState(flax.struct.PyTreeNode):
         return self.replace(target=other.target, draft=other.draft, ring=other.ring)
 
 
-class Static(flax.struct.PyTreeNode):
-    """The parts of a cycle that are not data: how noise is made and which logit rule holds."""
-
-    noise: Noise = flax.struct.field(pytree_node=False, default=HASH_NOISE)
-    rule: LogitRule | None = flax.struct.field(pytree_node=False, default=None)
-
-
 def _take(state: DecodeState, rows: int) -> DecodeState:
     """The small arrays of the lowest ``rows`` slots; caches are left whole (a slice would copy them)."""
     return jax.tree.map(lambda a: a[:rows], state.small())
-
-
-def _row_keys(view: DecodeState) -> RowKeys:
-    return RowKeys(view.seed, view.cycle, view.length, view.coupled, view.sampling.greedy)
-
-
-class _DraftSampler:
-    """Draws the drafts of a block: rule, distribution, noise, and the step from draft to target ids."""
-
-    def __init__(self, view: DecodeState, drafter: DrafterModel, static: Static) -> None:
-        self.view, self.static, self.d2t = view, static, drafter.d2t
-        self.keys = _row_keys(view)
-        self.rows = jnp.arange(view.seed.shape[0])
-
-    def start(self) -> PyTree:
-        return self.view.rule
-
-    def draw(self, state: PyTree, logits: Array, k: Array | int) -> tuple[Array, Array, Array, PyTree]:
-        if self.static.rule is not None:
-            logits = self.static.rule.apply(state, logits, self.d2t)
-        log_q = log_probs(logits, self.view.sampling)
-        offset = jnp.broadcast_to(jnp.asarray(k, jnp.int32), self.rows.shape)
-        shared = plain_key(self.keys, self.rows, offset)  # the target's own numbers at this position
-        own = cycle_key(self.keys, offset, DRAFT)
-        key = jax.tree.map(lambda a, b: jnp.where(self.keys.coupled, a, b), shared, own)
-        index = self.static.noise.categorical(log_q, key, self.d2t, self.keys.greedy)
-        token = index if self.d2t is None else self.d2t[index].astype(jnp.int32)
-        if self.static.rule is not None:
-            state = self.static.rule.advance(state, token, jnp.ones(token.shape, bool))
-        return token, index, log_q, state
 
 
 def draft(
@@ -140,7 +92,7 @@ def draft(
     """
     rows = state.length.shape[0] if rows is None else rows
     view = _take(state, rows)
-    sampler = _DraftSampler(view, drafter, static)
+    sampler = DraftSampler(view, drafter, static)
     return drafter.propose(state.draft, view.anchor, view.length, num_drafts, sampler, context)
 
 
@@ -177,19 +129,8 @@ def step(
         held: ``[R]`` tokens of each row that wait in the ring; without a proposal the cycle's own token joins them
             there, and the drafter does nothing. None: it absorbs at once.
     """
-    state, result, _, _ = step_with_law(
-        target,
-        drafter,
-        state,
-        proposal,
-        admitted,
-        rows=rows,
-        width=width,
-        tokens=tokens,
-        context=context,
-        held=held,
-        static=static,
-    )
+    options = {"rows": rows, "width": width, "tokens": tokens, "context": context, "held": held}
+    state, result, _, _ = _step(target, drafter, state, proposal, admitted, static=static, law=False, **options)
     return state, result
 
 
@@ -200,15 +141,31 @@ def step_with_law(
     proposal: Proposal | None,
     admitted: Array | None,
     *,
+    static: Static = Static(),  # noqa: B008 - frozen
+    **options: Any,
+) -> tuple[DecodeState, Commit, Array, Layout]:
+    """``step``, and what it compared the drafts with: log-probabilities ``[T, V]`` of the target's sampled distribution
+    at every flat token, and their layout. For measurements; it draws the plain way on every device."""
+    state, result, log_p, layout = _step(target, drafter, state, proposal, admitted, static=static, law=True, **options)
+    return state, result, log_p, layout  # type: ignore[return-value]
+
+
+def _step(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    state: DecodeState,
+    proposal: Proposal | None,
+    admitted: Array | None,
+    *,
+    static: Static,
+    law: bool,
     rows: int | None = None,
     width: int | None = None,
     tokens: int | None = None,
     context: int | None = None,
     held: Array | None = None,
-    static: Static = Static(),  # noqa: B008 - frozen
-) -> tuple[DecodeState, Commit, Array, Layout]:
-    """``step``, and what it compared the drafts with: log-probabilities ``[T, V]`` of the target's sampled distribution
-    at every flat token, and their layout. For measurements."""
+) -> tuple[DecodeState, Commit, Array | None, Layout]:
+    """See ``step``; with ``law`` also the target's log-probabilities."""
     rows = state.length.shape[0] if rows is None else rows
     if proposal is None:
         width, admitted = 1, jnp.zeros(rows, jnp.int32)
@@ -225,9 +182,13 @@ def step_with_law(
         hidden, features, cache = target.forward(flat, layout, state.target, taps=taps, context=context)
         logits = target.unembed(hidden)
     with jax.named_scope("accept"):
-        log_p = _target_log_probs(view, logits, drafted, layout, static)
-        verdict = _verdict(drafter, view, log_p, layout, proposal, admitted, static)
-        result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids, log_p, layout)
+        log_p = target_law(view, logits, drafted, layout, static) if law else None
+        if log_p is None:
+            spread = any(getattr(model, "spread", False) for model in (target, drafter))
+            verdict, sound = decide(drafter, view, logits, layout, proposal, admitted, static, spread)
+        else:
+            verdict, sound = judge(drafter, view, log_p, layout, proposal, admitted, static)
+        result = commit(verdict, drafted, admitted, view.active, view.remaining, view.stop_ids, sound)
     draft_state, ring = state.draft, state.ring
     if drafter is not None and held is not None:
         ring = _hold(ring, features, flat, held)
@@ -294,42 +255,6 @@ def absorb_held(
         return state.replace(draft=jax.lax.fori_loop(0, chunks, absorb, state.draft))
 
 
-def _target_log_probs(view: DecodeState, logits: Array, drafted: Array, layout: Layout, static: Static) -> Array:
-    """``[T, V]``: each row as plain decoding would compute it after the drafts before it."""
-    rule_state = None
-    if static.rule is not None:
-        states = [view.rule]
-        for k in range(drafted.shape[1]):
-            everyone = jnp.ones(drafted.shape[0], bool)
-            states.append(static.rule.advance(states[-1], drafted[:, k], everyone))
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *states)  # [R, W, ...]
-        rule_state = jax.tree.map(layout.flatten, stacked)
-        logits = static.rule.apply(rule_state, logits, None)
-    return log_probs(logits, view.sampling.take(layout.row))
-
-
-def _verdict(
-    drafter: DrafterModel | None,
-    view: DecodeState,
-    log_p: Array,
-    layout: Layout,
-    proposal: Proposal | None,
-    admitted: Array,
-    static: Static,
-) -> Verdict:
-    keys = _row_keys(view)
-    if drafter is None:
-        # Plain decoding: the numbers of `coupled`, whatever the request's rule.
-        keys = keys.replace(coupled=jnp.ones_like(keys.coupled))
-    if proposal is None:
-        choice = layout.pad(choose(log_p, layout, keys, static.noise))[:, 0]
-        if drafter is not None:
-            choice = draw_undrafted(choice, log_p, layout, keys, static.noise)
-        return Verdict(jnp.zeros(choice.shape, jnp.int32), choice)
-    drafts = Drafts(proposal.tokens, proposal.draft_index, proposal.log_q, drafter.d2t)  # type: ignore[union-attr]
-    return verify(log_p, layout, drafts, admitted, keys, static.noise)
-
-
 def _advance(view: DecodeState, verdict: Verdict, result: Commit, static: Static) -> DecodeState:
     """The small arrays after a commit."""
     rule_state = view.rule
@@ -389,8 +314,8 @@ def prefill(
     token = static.noise.categorical(log_p, key, None, view.sampling.greedy)
     verdict = Verdict(jnp.zeros(rows, jnp.int32), token)
     nothing = jnp.zeros((rows, 0), jnp.int32)
-    alone = dense_layout(length, last, 1)
-    result = commit(verdict, nothing, jnp.zeros(rows, jnp.int32), last, view.remaining, view.stop_ids, log_p, alone)
+    sound = ~jnp.isnan(jnp.take_along_axis(log_p, token[:, None], axis=1))
+    result = commit(verdict, nothing, jnp.zeros(rows, jnp.int32), last, view.remaining, view.stop_ids, sound)
     advanced = _advance(view.replace(active=last), verdict, result, static)
     view = advanced.replace(
         length=length, active=jnp.where(last, advanced.active, view.active), anchor=jnp.where(last, token, view.anchor)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from dspark_jax.config import LayerConfig
 from dspark_jax.layout import Layout
 from dspark_jax.types import Array
+from pallas_kernels.dispatch import device_kind
+from pallas_kernels.slot_attention.mosaic_gpu import TILE
 
 
 class KVCache(flax.struct.PyTreeNode):
@@ -43,8 +45,11 @@ def init_cache(layers: tuple[LayerConfig, ...], slots: int, length: int, dtype: 
     """An empty cache for ``slots`` slots of ``length`` cells.
 
     ``length`` must exceed the largest position ever written: writes of W cells at ``start`` need
-    ``start + W <= length`` (a dynamic update clamps silently otherwise), so callers add the widest block.
+    ``start + W <= length`` (a dynamic update clamps silently otherwise), so callers add the widest block. On a device
+    whose attention kernel takes whole tiles of cells there are more of them, up to the next tile.
     """
+    if device_kind() == "hopper":
+        length = -(-length // TILE) * TILE
 
     def cells(layer: LayerConfig, lead: tuple[int, ...] = ()) -> Array:
         return jnp.zeros((*lead, slots, layer.num_kv_heads, length, layer.head_dim), dtype)

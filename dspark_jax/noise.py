@@ -97,15 +97,19 @@ class HashNoise:
         return hash(HashNoise)
 
     def categorical(self, log_probs: Array, key: NoiseKey, ids: Array | None, greedy: Array) -> Array:
-        """Gumbel-max: arg-max of log-probability plus noise; no noise is made where every row is greedy."""
+        """Gumbel-max: arg-max of log-probability plus noise; no noise is made where every row is greedy.
+
+        The arg-max stands outside of the condition: XLA's CPU backend would fuse the noise into it, and its loop is
+        scalar (118 ms instead of 17 for the 7 places of 8 rows of 49,152).
+        """
         columns = jnp.arange(log_probs.shape[-1]) if ids is None else ids
         dtype = accumulate_dtype(log_probs.dtype)
 
         def noisy(lp: Array) -> Array:
-            g = jnp.where(greedy[:, None], dtype.type(0), gumbel(row_bits(key, columns), dtype))
-            return jnp.argmax(lp + g, axis=-1).astype(jnp.int32)
+            return lp + jnp.where(greedy[:, None], dtype.type(0), gumbel(row_bits(key, columns), dtype))
 
-        return cond(jnp.all(greedy), lambda lp: jnp.argmax(lp, axis=-1).astype(jnp.int32), noisy, log_probs)
+        log_probs = log_probs.astype(dtype)
+        return jnp.argmax(cond(jnp.all(greedy), lambda lp: lp, noisy, log_probs), axis=-1).astype(jnp.int32)
 
     def accept(self, prob: Array, key: NoiseKey) -> Array:
         """u < prob, u from the row's hash at token id 0."""

@@ -95,6 +95,12 @@ def stack_layers(layers: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
 
 
+def spread(tree: PyTree) -> bool:
+    """Some array of the tree lives on several devices, as far as they tell: traced ones do not, described ones do."""
+    told = (getattr(a, "sharding", None) for a in jax.tree.leaves(tree) if not isinstance(a, jax.core.Tracer))
+    return any(getattr(sharding, "num_devices", 1) > 1 for sharding in told)
+
+
 def on_one_device(params: PyTree) -> bool:
     """No parameter is spread over several devices."""
     return all(len(getattr(a, "devices", set)()) <= 1 for a in jax.tree.leaves(params) if isinstance(a, jax.Array))

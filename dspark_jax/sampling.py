@@ -32,6 +32,11 @@ class SamplingRows(flax.struct.PyTreeNode):
         """[B] bool: rows at temperature 0."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def filtered(self) -> Array:
+        """[B] bool: rows whose distribution lacks tokens (top-k, top-p, min-p); they need whole rows of logits."""
+        return ~self.greedy & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
+
     def take(self, index: Array) -> SamplingRows:
         """The rows at ``index [N]``."""
         return jax.tree.map(lambda a: a[index], self)

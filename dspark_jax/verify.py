@@ -8,6 +8,8 @@ Target rows stay flat ``[T, V]``; only the one row at which a block ends is gath
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax.numpy as jnp
 
@@ -23,9 +25,12 @@ class Drafts(flax.struct.PyTreeNode):
     """The drafts of R rows as verification needs them (see ``drafters.base.Proposal``)."""
 
     tokens: Array  # [R, G] target ids
-    draft_index: Array  # [R, G] columns of log_q
-    log_q: Array  # [>= R, G, Vd], the first R rows are read
-    d2t: Array | None  # [Vd]
+    log_q: Array  # [R, G] of each token, under the distribution it was drawn from
+
+
+QRow = Callable[[Array], Array]
+"""``place [R] -> log q [R, V]`` over target ids, -inf outside the draft vocabulary: the draft distribution at that
+place of each row. Asked once, and only where a row may reject."""
 
 
 class RowKeys(flax.struct.PyTreeNode):
@@ -64,7 +69,9 @@ def choose(log_p: Array, layout: Layout, keys: RowKeys, noise: Noise) -> Array:
     return noise.categorical(log_p, plain_key(keys, layout.row, layout.offset), None, greedy[layout.row])
 
 
-def verify(log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, keys: RowKeys, noise: Noise) -> Verdict:
+def verify(
+    log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, keys: RowKeys, noise: Noise, q_row: QRow
+) -> Verdict:
     """Verifies the admitted drafts of R rows.
 
     Args:
@@ -89,7 +96,7 @@ def verify(log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, keys: 
     next_token = cond(
         jnp.all(decide),
         lambda: own,
-        lambda: jnp.where(decide, own, _residual_draw(log_p, layout, drafts, admitted, accepted, keys, noise)),
+        lambda: jnp.where(decide, own, _residual_draw(log_p, layout, q_row, admitted, accepted, keys, noise)),
     )
     return Verdict(accepted.astype(jnp.int32), next_token.astype(jnp.int32))
 
@@ -101,23 +108,19 @@ def _rejection_tests(log_p: Array, layout: Layout, drafts: Drafts, keys: RowKeys
     rows = jnp.arange(keys.seed.shape[0])
     flat = layout.index[:, :offered]
     p = log_p[flat, drafts.tokens[:, :offered]]
-    q = drafts.log_q[rows[:, None], jnp.arange(offered)[None, :], drafts.draft_index[:, :offered]]
-    ratio = jnp.exp(jnp.minimum(p - q.astype(p.dtype), 0.0))
+    ratio = jnp.exp(jnp.minimum(p - drafts.log_q[:, :offered].astype(p.dtype), 0.0))
     columns = [noise.accept(ratio[:, k], cycle_key(keys, jnp.full(rows.shape, k), ACCEPT)) for k in range(offered)]
     return jnp.stack(columns, axis=1) if columns else jnp.zeros((rows.shape[0], 0), bool)
 
 
 def _residual_draw(
-    log_p: Array, layout: Layout, drafts: Drafts, admitted: Array, accepted: Array, keys: RowKeys, noise: Noise
+    log_p: Array, layout: Layout, q_row: QRow, admitted: Array, accepted: Array, keys: RowKeys, noise: Noise
 ) -> Array:
     """``[R]``: from max(p - q, 0) at a rejected draft, from p behind the last offered one."""
     rows = jnp.arange(accepted.shape[0])
     row_log_p = log_p[layout.index[rows, accepted]]  # [R, V]
     rejected = accepted < admitted
-    place = jnp.minimum(accepted, drafts.log_q.shape[1] - 1)
-    q = jnp.exp(drafts.log_q[rows, place]).astype(row_log_p.dtype)
-    if drafts.d2t is not None:
-        q = jnp.zeros_like(row_log_p).at[:, drafts.d2t].set(q)
+    q = jnp.exp(q_row(jnp.clip(accepted, 0, layout.width - 2))).astype(row_log_p.dtype)
     residual = jnp.maximum(jnp.exp(row_log_p) - q, 0.0)
     use = rejected & (jnp.sum(residual, axis=-1) > RESIDUAL_FLOOR)
     row_log = jnp.where(use[:, None], jnp.log(residual), row_log_p)
@@ -152,6 +155,15 @@ class Commit(flax.struct.PyTreeNode):
     failed: Array  # [R] bool: what comes after its tokens is no distribution (NaN)
 
 
+def emitted(verdict: Verdict, tokens: Array) -> Array:
+    """``[R, G + 1]``: accepted drafts of ``tokens [R, G]`` and the token behind them; garbage from there on."""
+    own = verdict.next_token[:, None]
+    if tokens.shape[1] == 0:
+        return own
+    padded = jnp.concatenate([tokens, tokens[:, :1]], axis=1)
+    return jnp.where(jnp.arange(padded.shape[1])[None, :] == verdict.accepted[:, None], own, padded)
+
+
 def commit(
     verdict: Verdict,
     tokens: Array,
@@ -159,8 +171,7 @@ def commit(
     active: Array,
     remaining: Array,
     stop_ids: Array,
-    log_p: Array,
-    layout: Layout,
+    sound: Array,
 ) -> Commit:
     """Cuts a verdict at the first stop token, at the limit, and before the first token that nothing stands behind.
 
@@ -168,17 +179,16 @@ def commit(
         tokens: ``[R, G]`` drafts. remaining: ``[R]`` tokens the row may still emit. stop_ids: ``[R, N]``, EMPTY
             where unused. A stop token is kept as the row's last; one among the accepted drafts has nothing after
             it, and drafts behind it do not count as offered.
-        log_p: ``[T, V]`` what the tokens were drawn from, flat rows of ``layout``. A token whose entry is NaN comes
-            of hidden states or weights that are not finite: the row ends before it.
+        sound: ``[R, G + 1]`` bool, False for a token that no distribution stands behind: it comes of hidden states or
+            weights that are not finite, and the row ends before it.
     """
     width = tokens.shape[1] + 1
     place = jnp.arange(width)[None, :]
-    padded = jnp.concatenate([tokens, tokens[:, :1]], axis=1) if width > 1 else verdict.next_token[:, None]
-    emitted = jnp.where(place == verdict.accepted[:, None], verdict.next_token[:, None], padded)
+    emits = emitted(verdict, tokens)
     count = verdict.accepted + 1
-    is_stop = jnp.any(emitted[:, :, None] == stop_ids[:, None, :], axis=-1) & (place < count[:, None])
+    is_stop = jnp.any(emits[:, :, None] == stop_ids[:, None, :], axis=-1) & (place < count[:, None])
     first_stop = jnp.min(jnp.where(is_stop, place, width), axis=1)
-    bad = jnp.isnan(log_p[layout.index[:, :width], emitted]) & (place < count[:, None])
+    bad = ~sound & (place < count[:, None])
     first_bad = jnp.min(jnp.where(bad, place, width), axis=1)
     limit = jnp.minimum(remaining, first_bad)
     in_drafts = (first_stop < verdict.accepted) & (first_stop < limit)
@@ -190,12 +200,12 @@ def commit(
     finished = stopped | failed | (active & (count >= remaining))
     count = jnp.where(active, count, 0)
     zero = jnp.zeros_like(count)
-    emits = count > 0
+    works = count > 0
     return Commit(
-        tokens=jnp.where(place < count[:, None], emitted, EMPTY).astype(jnp.int32),
+        tokens=jnp.where(place < count[:, None], emits, EMPTY).astype(jnp.int32),
         count=count.astype(jnp.int32),
-        accepted=jnp.where(emits, accepted, zero).astype(jnp.int32),
-        offered=jnp.where(emits, offered, zero).astype(jnp.int32),
+        accepted=jnp.where(works, accepted, zero).astype(jnp.int32),
+        offered=jnp.where(works, offered, zero).astype(jnp.int32),
         finished=finished,
         stopped=stopped,
         failed=failed,

@@ -11,8 +11,23 @@ class BackendError(ValueError):
     """The backend that was named cannot run this operation on these arguments or this device."""
 
 
+_HOPPER = ("H100", "H200", "H800", "H20")
+
+
 def device_kind() -> str:
-    """``hopper``, ``tpu`` or ``other``: what the default device is to a kernel."""
+    """``hopper``, ``tpu`` or ``other``: what the device that is traced for is to a kernel.
+
+    That is the one an abstract mesh describes (a program compiled for a device that is not here), else the default
+    device. A mesh of several devices is ``other``: no kernel is cut for them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1:
+        return "other"
+    if mesh.abstract_device is not None:
+        name = mesh.abstract_device.device_kind
+        if name.startswith("TPU"):
+            return "tpu"
+        return "hopper" if any(card in name for card in _HOPPER) else "other"
     if jax.default_backend() == "tpu":
         return "tpu"
     if jax.default_backend() == "gpu":
@@ -25,7 +40,13 @@ _NATIVE = {"mosaic_gpu": "hopper", "tpu": "tpu"}
 
 
 def choose(
-    op: str, implementation: str | None, refusals: dict[str, str | None], *, interpret: bool = False, aot: bool = False
+    op: str,
+    implementation: str | None,
+    refusals: dict[str, str | None],
+    *,
+    interpret: bool = False,
+    aot: bool = False,
+    spread: bool = False,
 ) -> str:
     """The backend to run.
 
@@ -35,10 +56,14 @@ def choose(
         refusals: for each Pallas backend of the operation, why it cannot take these arguments (None: it can).
         interpret: the kernel is interpreted on the CPU, so any device will do.
         aot: compiled for a device that is not there, so any device will do.
+        spread: the arguments live on several devices, for which no Pallas kernel is cut.
 
     Raises:
         BackendError: the named backend is unknown, refuses the arguments, or is not for this device.
     """
+    if spread:
+        reason = "its arguments are spread over several devices"
+        refusals = {name: reason for name in refusals}
     if implementation is None:
         kind = device_kind()
         for name, refusal in refusals.items():

@@ -6,6 +6,8 @@ A drafter never imports a target. It offers
     absorb(state, features, layout, tokens, kept)         -> state      tapped target states become context K/V
     propose(state, anchor, length, num_drafts, sampler)   -> Proposal   one block for every row
 
+    row_logits(proposal, place)                           -> [R, Vd]    what one draft of each row was drawn from
+
 and a few facts: ``taps`` (target layers it reads), ``block_size``, ``max_drafts``, ``has_confidence``, ``d2t``,
 ``lookback`` (cached tokens before a place that ``absorb`` must be shown again in order to go on from there).
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import flax.struct
+import jax.numpy as jnp
 
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.layout import Layout
@@ -42,12 +45,31 @@ class DraftState(flax.struct.PyTreeNode):
 
 
 class Proposal(flax.struct.PyTreeNode):
-    """One drafted block for each of R rows."""
+    """One drafted block for each of R rows.
+
+    Verification needs the probabilities of the drafted tokens, and one whole row of each request at most: that of its
+    first rejected draft. So the distributions are not kept; ``DrafterModel.row_logits`` rebuilds what one was drawn
+    from.
+    """
 
     tokens: Array  # [R, G] int32 target ids
-    draft_index: Array  # [R, G] int32: the same tokens as columns of log_q
-    log_q: Array  # [R, G, Vd] float32: log of the very distribution each token was drawn from
-    confidence_logits: Array | None  # [R, G]; entry k never looks at token k
+    draft_index: Array  # [R, G] int32: the same tokens as columns of the draft vocabulary
+    log_q: Array  # [R, G] float32: of each token, under the very distribution it was drawn from
+    base: Array  # [G, R, Vd]: draft logits, without what the sequential head adds where there is one
+    z: Array | None = None  # [G, R, r]: what W2 of the sequential head was multiplied by
+    confidence_logits: Array | None = None  # [R, G]; entry k never looks at token k
+
+
+class Numbers(flax.struct.PyTreeNode):
+    """The draws of a whole block as data, for a pass that makes them all: one 32-bit hash a token, keyed by the words
+    (``noise.key_words``) and the target id; the arg-max of logits / temperature + Gumbel is drawn."""
+
+    temperature: Array  # [R]
+    word0: Array  # [G, R] uint32
+    word1: Array  # [G, R] uint32
+    filtered: Array  # [] bool: some row asks for top-k, top-p or min-p, which such a pass does not apply
+    implementation: str | None = flax.struct.field(pytree_node=False, default=None)  # see ``cycle.Static.fused``
+    interpret: Any = flax.struct.field(pytree_node=False, default=None)
 
 
 class Sampler(Protocol):
@@ -58,8 +80,18 @@ class Sampler(Protocol):
         ...
 
     def draw(self, state: PyTree, logits: Array, k: Array | int) -> tuple[Array, Array, Array, PyTree]:
-        """From logits ``[R, Vd]`` of draft k: ``(token [R] target ids, index [R], log_q [R, Vd], state)``."""
+        """From logits ``[R, Vd]`` of draft k: ``(token [R] target ids, index [R], log_q [R] of it, state)``."""
         ...
+
+    def numbers(self, places: int) -> Numbers | None:
+        """The draws of ``places`` drafts as data; None where only ``draw`` can make them (a logit rule, scripted
+        noise)."""
+        ...
+
+
+def base_row(proposal: Proposal, place: Array) -> Array:
+    """``[R, Vd]``: the base logits of draft ``place [R]`` of each row; ``row_logits`` where no head adds to them."""
+    return proposal.base[place, jnp.arange(place.shape[0])]
 
 
 def drafts_of_block(drafter: DrafterModel, wanted: int | None) -> int:
@@ -103,3 +135,5 @@ class DrafterModel(Protocol):
     def propose(
         self, state: Any, anchor: Array, length: Array, num_drafts: int, sampler: Sampler, context: int | None = None
     ) -> Proposal: ...
+
+    def row_logits(self, proposal: Proposal, place: Array) -> Array: ...

@@ -149,7 +149,7 @@ class ChainDrafter(LoadedDrafter):
             logits = mask_beyond(base_logits(self.config, self.shared, normed), self.d2t, self.vocab_limit)
             token, index, log_q, rule = sampler.draw(rule, logits, k)
             carry = (token, self.carry(out, normed).astype(hidden.dtype), own_k, own_v, rule)
-            return carry, (token, index, log_q, out)
+            return carry, (logits, token, index, log_q, out)
 
         own = jnp.zeros((rows, layer.num_kv_heads, num_drafts, layer.head_dim), seen_k.dtype)
         start = (anchor, state.hidden[:rows], own, own, sampler.start())
@@ -157,8 +157,9 @@ class ChainDrafter(LoadedDrafter):
         unroll = num_drafts if jax.default_backend() == "cpu" else 1
         with jax.named_scope("draft_chain"):
             _, outputs = jax.lax.scan(step, start, steps, unroll=unroll)
-        tokens, index, log_q, states = (a.swapaxes(0, 1) for a in outputs)
-        return Proposal(tokens, index, log_q, None), states
+        logits, *by_row = outputs
+        tokens, index, log_q, states = (a.swapaxes(0, 1) for a in by_row)
+        return Proposal(tokens, index, log_q, logits), states
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[..., d]``, scaled where the family does so."""

@@ -16,7 +16,7 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.base import DraftState, SharedParams
 from dspark_jax.kv_cache import KVCache, storable, write_rows
 from dspark_jax.layout import Layout, dense_layout
-from dspark_jax.nn.attention import CellBlock, KeyBlock, attention, block_visible, context_visible
+from dspark_jax.nn.attention import Reach, cached_attention
 from dspark_jax.nn.block import attention_scale, keys_values, layer_forward, layer_specs
 from dspark_jax.nn.linear import linear
 from dspark_jax.nn.norm import rms_norm
@@ -68,6 +68,7 @@ def block_hidden(
     length: Array,
     width: int,
     context: int | None = None,
+    spread: bool = False,
 ) -> Array:
     """Backbone states ``[R, width, d]`` after the final norm.
 
@@ -75,11 +76,13 @@ def block_hidden(
         anchor: ``[R]`` token ids at positions ``length [R]``, where the block begins; rows are slots 0..R-1.
         width: slots of the block (static), anchor included.
         context: cells of the cache to attend to (static); None: all.
+        spread: weights and caches live on several devices.
     """
     decoder = config.decoder
     rows = anchor.shape[0]
     context = state.cache.length if context is None else min(context, state.cache.length)
     layout = dense_layout(length, jnp.full(rows, width), width)
+    reach = Reach(layout, context, spread)
     masks = jnp.full((rows, width - 1), config.mask_token_id, anchor.dtype)
     tokens = jnp.concatenate([anchor[:, None], masks], axis=1).reshape(-1)
     x = shared.embed[tokens]
@@ -87,15 +90,11 @@ def block_hidden(
         x = x * jnp.asarray(decoder.embed_scale, x.dtype)
     for i, layer in enumerate(decoder.layers):
         tables = rope_tables(layer.rope, layer.head_dim, layout.position, accumulate_dtype(x.dtype))
-        visible = context_visible(length, width, context, layer.window)
-        seen = CellBlock(state.cache.k[i], state.cache.v[i], None, layout.first_slot, visible)
+        cells = (state.cache.k[i], state.cache.v[i])
 
-        def attend(q, k, v, seen=seen, layer=layer):  # type: ignore[no-untyped-def]
-            own = KeyBlock(
-                layout.pad(k).swapaxes(1, 2), layout.pad(v).swapaxes(1, 2), block_visible(rows, width, layer.window)
-            )
-            out = attention(layout.pad(q), [seen, own], attention_scale(decoder, layer))
-            return layout.flatten(out), None
+        def attend(q, k, v, cells=cells, layer=layer):  # type: ignore[no-untyped-def]
+            scale = attention_scale(decoder, layer)
+            return cached_attention(q, reach, cells, scale=scale, window=layer.window, own=(k, v)), None
 
         with jax.named_scope(f"draft_layer_{i}"):
             x, _ = layer_forward(decoder, layer, params["layers"][i], x, tables, attend)

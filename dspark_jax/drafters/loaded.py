@@ -8,10 +8,10 @@ import flax.struct
 import jax
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters.base import Proposal, Sampler, SharedParams
+from dspark_jax.drafters.base import Proposal, Sampler, SharedParams, base_row
 from dspark_jax.layout import Layout
 from dspark_jax.nn.block import fuse_projections
-from dspark_jax.params import init, on_one_device
+from dspark_jax.params import init, on_one_device, spread
 from dspark_jax.types import Array, PyTree
 
 
@@ -24,6 +24,9 @@ class LoadedDrafter(flax.struct.PyTreeNode):
     config: DrafterConfig = flax.struct.field(pytree_node=False)
     name: str = flax.struct.field(pytree_node=False)
     vocab_limit: int = flax.struct.field(pytree_node=False)
+    spread: bool = flax.struct.field(
+        pytree_node=False, default=False
+    )  # over several devices: no kernel is cut for them
 
     @staticmethod
     def specs(config: DrafterConfig) -> PyTree:
@@ -60,7 +63,8 @@ class LoadedDrafter(flax.struct.PyTreeNode):
         if (d2t is None) != (not config.trimmed):
             raise ValueError("a trimmed draft vocabulary needs its d2t map, and a whole one has none")
         limit = config.decoder.vocab_size if vocab_limit is None else vocab_limit
-        return cls(params, SharedParams(embed, head, d2t), calibration, config, name, limit)
+        shared = SharedParams(embed, head, d2t)
+        return cls(params, shared, calibration, config, name, limit, spread((params, shared)))
 
     @classmethod
     def random(cls, config: DrafterConfig, key: Array, *, embed: Array, head: Array, d2t: Array | None = None) -> Self:
@@ -117,3 +121,7 @@ class LoadedDrafter(flax.struct.PyTreeNode):
     ) -> Proposal:
         """A block of drafts for every row."""
         raise NotImplementedError
+
+    def row_logits(self, proposal: Proposal, place: Array) -> Array:
+        """``[R, Vd]``: the logits that draft ``place [R]`` of each row was drawn from, before rule and filters."""
+        return base_row(proposal, place)

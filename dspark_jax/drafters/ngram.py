@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.ngrams import NgramConfig, NgramTables
-from dspark_jax.drafters.base import Proposal, Sampler
+from dspark_jax.drafters.base import Proposal, Sampler, base_row
 from dspark_jax.layout import Layout
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.types import Array, PyTree, accumulate_dtype
@@ -94,11 +94,16 @@ class NgramDrafter(flax.struct.PyTreeNode):
         rule, steps = sampler.start(), []
         with jax.named_scope("draft_ngram"):
             for k in range(num_drafts):
-                drafted, index, log_q, rule = sampler.draw(rule, self.logits(before, token), k)
+                logits = self.logits(before, token)
+                drafted, index, log_q, rule = sampler.draw(rule, logits, k)
                 before, token = token, drafted
-                steps.append((drafted, index, log_q))
-        tokens, index, log_q = (jnp.stack(column, axis=1) for column in zip(*steps, strict=True))
-        return Proposal(tokens, index, log_q, None)
+                steps.append((logits, drafted, index, log_q))
+        base, *by_row = zip(*steps, strict=True)
+        return Proposal(*(jnp.stack(column, axis=1) for column in by_row), jnp.stack(base))
+
+    def row_logits(self, proposal: Proposal, place: Array) -> Array:
+        """``[R, V]``: the logits that draft ``place [R]`` of each row was drawn from."""
+        return base_row(proposal, place)
 
     def logits(self, before: Array, token: Array) -> Array:
         """``[R, V]`` behind the tokens ``before [R]`` and ``token [R]``: the trigram's law where its context is known,

@@ -59,7 +59,7 @@ class Programs:
         self._rule, self._max_positions, self._static = rule, max_positions, static
         self._place = Placement(target, drafter)
         self._table: dict[Key, Callable[..., Any]] = {}
-        self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its log_q
+        self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its base logits
         self._store: copies.Store | None = None
         self.warm = False
         self.late_compiles = 0
@@ -194,8 +194,8 @@ class Programs:
     ) -> steps.Draft:
         """See ``steps.draft``; ``calibration [R, G]`` float32, ``least [R]`` and ``slots [R]`` int32. Call ``verify``
         before the next one."""
-        bare, log_q = state.replace(target=None, ring=None), self._last_proposal(state).log_q
-        draft = self._run(key, bare, log_q, np.int32(total), np.float32(threshold), calibration, least, slots)
+        bare, base = state.replace(target=None, ring=None), self._last_proposal(state).base
+        draft = self._run(key, bare, base, np.int32(total), np.float32(threshold), calibration, least, slots)
         self._proposal = draft.proposal
         return draft
 
@@ -309,7 +309,7 @@ class Programs:
 
     def _lower(self, key: Key, arguments: Sequence[Any]) -> Any:
         weights = self._weights(key)
-        # The state is donated, the store too; a draft leaves the state alone, and overwrites the log_q behind it.
+        # The state is donated, the store too; a draft leaves the state alone, and overwrites the logits behind it.
         first = len(weights) + (key.kind == "draft")
         donated = (first, first + 1) if key.kind == "copy" else (first,)
         function, arguments = self._function(key), self._place.numbers(arguments)
@@ -352,8 +352,8 @@ class Programs:
             case "draft":
                 calibration = np.ones((key.slots, self.buckets.drafts), np.float32)
                 least, slots = np.zeros(key.slots, np.int32), np.arange(key.slots, dtype=np.int32)
-                bare, log_q = state.replace(target=None, ring=None), self._last_proposal(state).log_q
-                return bare, log_q, np.int32(0), np.float32(0.0), calibration, least, slots
+                bare, base = state.replace(target=None, ring=None), self._last_proposal(state).base
+                return bare, base, np.int32(0), np.float32(0.0), calibration, least, slots
             case "verify":
                 return state, self._last_proposal(state), np.zeros(self._slots, np.int32)
             case "absorb":

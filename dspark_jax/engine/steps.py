@@ -28,7 +28,7 @@ class Draft(NamedTuple):
     """What the draft program returns, by slot: all S of them, so that any verify program takes the draft of any draft
     program. Where a slot was not drafted for, nothing is admitted."""
 
-    proposal: Proposal  # its log_q is given away with the next draft
+    proposal: Proposal  # its base logits are given away with the next draft
     admitted: Array  # [S] int32 drafts to verify
     survival: Array  # [S, G] float32: 0 where no draft may be admitted, rows non-increasing
 
@@ -80,7 +80,7 @@ def prefill(
 def draft(
     drafter: DrafterModel,
     state: DecodeState,
-    log_q: Array,
+    base: Array,
     total: Array,
     threshold: Array,
     calibration: Array,
@@ -97,7 +97,7 @@ def draft(
     """A block for each of R rows, and how much of it to verify.
 
     Args:
-        log_q: ``[S, G, Vd]`` of the draft before, overwritten where the rows are (donated).
+        base: ``[G, S, Vd]`` logits of the draft before, overwritten where the rows are (donated).
         total: [] int32, drafts to admit over all rows (rule ``top_k``).
         threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
         calibration: ``[R, G]`` confidence temperatures of each request, 1 for raw confidences; for a drafter without
@@ -131,8 +131,22 @@ def draft(
     found = Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
     if everyone:
         return found
-    placed = jax.tree.map(lambda a: jnp.zeros((log_q.shape[0], *a.shape[1:]), a.dtype).at[slots].set(a), found)
-    return placed._replace(proposal=placed.proposal.replace(log_q=log_q.at[slots].set(proposal.log_q)))
+    return Draft(_placed(proposal, slots, base), *(_among(a, slots, base.shape[1]) for a in found[1:]))
+
+
+def _among(a: Array, slots: Array, number: int) -> Array:
+    """``a [R, ...]`` among the rows of all ``number`` slots, zeros elsewhere."""
+    return jnp.zeros((number, *a.shape[1:]), a.dtype).at[slots].set(a)
+
+
+def _placed(proposal: Proposal, slots: Array, base: Array) -> Proposal:
+    """A proposal for R rows as one for all slots, in the memory of ``base``."""
+    by_row = proposal.replace(base=None, z=None)
+    placed = jax.tree.map(lambda a: _among(a, slots, base.shape[1]), by_row)
+    z = proposal.z
+    if z is not None:
+        z = jnp.zeros((z.shape[0], base.shape[1], z.shape[2]), z.dtype).at[:, slots].set(z)
+    return placed.replace(base=base.at[:, slots].set(proposal.base), z=z)
 
 
 def _of_slots(state: DecodeState, slots: Array, context: int) -> DecodeState:
@@ -163,8 +177,9 @@ def verify(
 ) -> tuple[DecodeState, Array]:
     """The admitted drafts of each row, in a forward of ``tokens`` flat tokens; ``proposal`` and ``admitted`` are those
     of all slots."""
-    # log_q is large and only a few of its entries are read, so it stays whole.
-    proposal = proposal.replace(tokens=proposal.tokens[:rows], draft_index=proposal.draft_index[:rows])
+    # Of the large arrays one row of each request is read, so they stay whole.
+    small = {name: getattr(proposal, name)[:rows] for name in ("tokens", "draft_index", "log_q")}
+    proposal = proposal.replace(**small)
     state, commit = cycle.step(
         target, drafter, state, proposal, admitted[:rows], rows=rows, tokens=tokens, context=context, static=static
     )

@@ -112,6 +112,9 @@ class _ArgMax:
     def start(self) -> None:
         return None
 
+    def numbers(self, places: int) -> None:
+        return None
+
     def draw(self, state: None, logits: Array, k: Array | int) -> tuple[Array, Array, Array, None]:
         index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return index if self.d2t is None else self.d2t[index].astype(jnp.int32), index, logits, None
+        return index if self.d2t is None else self.d2t[index].astype(jnp.int32), index, jnp.max(logits, axis=-1), None

@@ -19,6 +19,7 @@ import numpy as np
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static
+from dspark_jax.cycle_draws import draft_law
 from dspark_jax.generate import prefill_rows, start_rows
 from dspark_jax.layout import Layout
 from dspark_jax.types import EMPTY, Array
@@ -159,6 +160,7 @@ def _turn(target: Any, drafter: Any, state: DecodeState, *, static: Static) -> t
     """One cycle with whole blocks, and what it showed."""
     drafts, active = drafter.block_size, state.active
     proposal = cycle.draft(drafter, state, num_drafts=drafts, static=static)
+    laws = [draft_law(drafter, state, proposal, jnp.full(active.shape, k), static) for k in range(drafts)]
     room = cycle.window_limit(state, target.max_positions)
     admitted = jnp.minimum(jnp.full(active.shape, drafts, jnp.int32), room)
     state, result, log_p, layout = cycle.step_with_law(target, drafter, state, proposal, admitted, static=static)
@@ -166,22 +168,22 @@ def _turn(target: Any, drafter: Any, state: DecodeState, *, static: Static) -> t
     seen = {
         "confidence": confidence.astype(jnp.float32),
         "accepted": result.accepted,
-        "overlap": overlap(log_p, layout, proposal.log_q, drafter.d2t),
+        "overlap": overlap(log_p, layout, laws, drafter.d2t),
         "count": result.count,
         "whole": active & (admitted == drafts) & ~result.stopped,
     }
     return state, seen
 
 
-def overlap(log_p: Array, layout: Layout, log_q: Array, d2t: Array | None) -> Array:
+def overlap(log_p: Array, layout: Layout, log_q: Sequence[Array], d2t: Array | None) -> Array:
     """``[R, G]``: 1 - TV, the sum over tokens of min(p, q), of each draft's two distributions.
 
     Args:
-        log_p: ``[T, V]``, flat; the row at place k of a block belongs to draft k. log_q: ``[R, G, Vd]``.
+        log_p: ``[T, V]``, flat; the row at place k of a block belongs to draft k. log_q: ``[R, Vd]`` of each draft.
     """
     columns = []
-    for k in range(log_q.shape[1]):
+    for k, row in enumerate(log_q):
         p = log_p[layout.index[:, k]]
         p = p if d2t is None else p[:, d2t]
-        columns.append(jnp.sum(jnp.exp(jnp.minimum(p, log_q[:, k].astype(p.dtype))), axis=-1))
+        columns.append(jnp.sum(jnp.exp(jnp.minimum(p, row.astype(p.dtype))), axis=-1))
     return jnp.stack(columns, axis=1).astype(jnp.float32)

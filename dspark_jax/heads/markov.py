@@ -64,7 +64,7 @@ def markov_hidden(config: DrafterConfig, params: PyTree, state: Array, e: Array,
 
 def markov_bias(params: PyTree, z: Array) -> Array:
     """``W2 z``: ``[..., Vd]``, in float32 or wider."""
-    return linear(params["w2"], z, out_dtype=accumulate_dtype(z.dtype))
+    return linear(params["w2"], z, out_dtype=accumulate_dtype(z.dtype), whole=True)
 
 
 def teacher_forced(config: DrafterConfig, params: PyTree, previous: Array, hidden: Array) -> tuple[Array, Array]:

@@ -7,13 +7,16 @@ number of query rows: see ``_scores``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.kv_cache import read_slots
+from dspark_jax.layout import Layout
 from dspark_jax.types import Array, accumulate_dtype
+from pallas_kernels import slot_attention as kernel
 
 _MAX_SCORES = 1 << 24
 """Scores held at once, in elements (64 MB of float32); what has more is walked in pieces of rows, then of queries."""
@@ -60,6 +63,58 @@ class CellBlock(flax.struct.PyTreeNode):
             read_slots(cells, self.first_slot + begin, end - begin, self.size, self.layer) for cells in (self.k, self.v)
         )
         return KeyBlock(k, v, self.visible[begin:end])
+
+
+class Reach(NamedTuple):
+    """Whose cells the tokens of a forward look at, and how far."""
+
+    layout: Layout
+    context: int  # cells of a slot, at most
+    spread: bool = False  # the caches live on several devices
+
+
+def cached_attention(
+    q: Array,
+    reach: Reach,
+    cells: tuple[Array, Array],
+    *,
+    scale: float,
+    window: int,
+    index: Array | None = None,
+    own: tuple[Array, Array] | None = None,
+) -> Array:
+    """Attention ``[T, H, D]`` of flat ``q [T, H, D]`` against the cells of their rows.
+
+    By ``pallas_kernels.slot_attention`` where the device that is traced for has a kernel for it (bfloat16 on one
+    Hopper), else by ``attention``, padded.
+
+    Args:
+        cells: keys and values of a layer ``[S, Hk, L, D]``, or of all layers with a leading axis, ``index`` the layer.
+            Without ``own`` they hold the tokens already, and a token sees everything up to itself.
+        own: keys and values ``[T, Hk, D]`` of a draft block (dense layout) that is in no cell: it sees all cells before
+            it, and itself in both directions.
+    """
+    layout, context, spread = reach
+    k, v = cells
+    rows = layout.start.shape[0]
+    stacked = (k, v) if index is not None else (k[None], v[None])
+    slot = layout.first_slot + jnp.arange(rows, dtype=jnp.int32)
+    arguments = (
+        q,
+        kernel.Tokens(layout.row, layout.offset, layout.index, layout.start, layout.count, slot),
+        kernel.Cells(*stacked, jnp.zeros((), jnp.int32) if index is None else index),
+        None if own is None else kernel.Own(*own),
+    )
+    name = kernel.backend(*arguments, spread=spread)
+    if name != "xla":
+        return kernel.slot_attention(*arguments, scale=scale, window=window, context=context, implementation=name)
+    see = causal_visible if own is None else context_visible
+    seen = see(layout.start, layout.width, context, window)
+    blocks: list[KeyBlock | CellBlock] = [CellBlock(k, v, index, layout.first_slot, seen)]
+    if own is not None:
+        mine = (layout.pad(x).swapaxes(1, 2) for x in own)
+        blocks.append(KeyBlock(*mine, block_visible(rows, layout.width, window)))
+    return layout.flatten(attention(layout.pad(q), blocks, scale))
 
 
 def attention(q: Array, keys: Sequence[KeyBlock | CellBlock], scale: float) -> Array:

@@ -52,24 +52,34 @@ def join_rows(weights: Sequence[Array | Int8Matrix]) -> Array | Int8Matrix:
 
 
 def linear(
-    weight: Array | Int8Matrix, x: Array, bias: Array | None = None, *, out_dtype: jnp.dtype | None = None
+    weight: Array | Int8Matrix,
+    x: Array,
+    bias: Array | None = None,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    whole: bool = False,
 ) -> Array:
-    """``x [..., in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[..., out]``."""
+    """``x [..., in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[..., out]``.
+
+    ``whole``: never as multiply-and-sum. For a narrow ``in`` whose result goes straight into a reduction: XLA's CPU
+    backend would fuse the two and run the sum without vectors.
+    """
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Int8Matrix):
         dtype = out_dtype or x.dtype
         wide = jnp.promote_types(x.dtype, jnp.float32)
         # Integers up to 127 are exact in every dtype: the scales are all that rounds.
-        y = (_product(weight.values.astype(x.dtype), flat, wide) * weight.scale.astype(wide)[None, :]).astype(dtype)
+        rough = _product(weight.values.astype(x.dtype), flat, wide, whole)
+        y = (rough * weight.scale.astype(wide)[None, :]).astype(dtype)
     else:
-        y = _product(weight, flat, out_dtype or jnp.promote_types(weight.dtype, x.dtype))
+        y = _product(weight, flat, out_dtype or jnp.promote_types(weight.dtype, x.dtype), whole)
     if bias is not None:
         y = y + bias.astype(y.dtype)[None, :]
     return y.reshape(*lead, weight.shape[0])
 
 
-def _product(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
+def _product(weight: Array, x: Array, dtype: jnp.dtype, whole: bool) -> Array:
     """``[T, in] x [out, in] -> [T, out]`` in the form that is fast on the backend at this T.
 
     XLA's CPU backend runs one token as a matrix-vector product at memory speed, but copies a whole weight into a
@@ -81,7 +91,7 @@ def _product(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
     tokens = x.shape[0]
     if jax.default_backend() != "cpu" or tokens == 1:
         return jax.lax.dot_general(x, weight, _CONTRACT_LAST, precision, dtype)
-    if tokens > _FEW_TOKENS:
+    if whole or tokens > _FEW_TOKENS:
         return jax.lax.dot_general(weight, x, _CONTRACT_LAST, precision, dtype).T
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.sum(weight.astype(wide)[:, None, :] * x.astype(wide)[None, :, :], axis=-1).T.astype(dtype)

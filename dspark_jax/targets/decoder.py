@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dspark_jax.config import DecoderConfig, LayerConfig
 from dspark_jax.kv_cache import KVCache, storable, write_rows
 from dspark_jax.layout import Layout
-from dspark_jax.nn.attention import CellBlock, attention, causal_visible
+from dspark_jax.nn.attention import Reach, cached_attention
 from dspark_jax.nn.block import attention_scale, layer_forward, layer_specs
 from dspark_jax.nn.linear import linear
 from dspark_jax.nn.norm import rms_norm
@@ -59,28 +59,27 @@ def forward(
     *,
     taps: tuple[int, ...] = (),
     context: int | None = None,
+    spread: bool = False,
 ) -> tuple[Array, Array, KVCache]:
     """Runs flat ``tokens [T]`` against the cache; prefill and verification are the same call.
 
     Args:
         taps: layer ids whose outputs are returned: i is the output of decoder layer i, -1 the embedding output.
         context: cells of the cache to attend to (static); None: all. At least ``start + W`` of every row.
+        spread: weights and caches live on several devices.
 
     Returns:
         final states after the last norm ``[T, d]``, tapped states ``[T, len(taps) * d]`` in the order of ``taps``,
         and the cache with the tokens' keys and values written at their positions (its length is the caller's).
     """
     context = cache.length if context is None else min(context, cache.length)
+    reach = Reach(layout, context, spread)
     x = embed(params, config, tokens)
     tables = _tables(config, layout, x.dtype)
-    visible = {
-        window: causal_visible(layout.start, layout.width, context, window)
-        for window in {layer.window for layer in config.layers}
-    }
     if isinstance(params["layers"], list | tuple):
-        x, tapped, cache = _unrolled(params, config, x, layout, cache, tables, visible, taps)
+        x, tapped, cache = _unrolled(params, config, x, reach, cache, tables, taps)
     else:
-        x, tapped, cache = _scanned(params, config, x, layout, cache, tables, visible, taps)
+        x, tapped, cache = _scanned(params, config, x, reach, cache, tables, taps)
     features = jnp.concatenate(tapped, axis=-1) if taps else x[:, :0]
     return rms_norm(x, params["norm"], config.rms_norm_eps), features, cache
 
@@ -99,23 +98,20 @@ def _tables(config: DecoderConfig, layout: Layout, dtype: Any) -> dict[LayerConf
 def _attend(
     config: DecoderConfig,
     layer: LayerConfig,
-    layout: Layout,
-    visible: Array,
+    reach: Reach,
     cells: tuple[Array, Array],
     index: Array | None,
     qkv: tuple[Array, Array, Array],
 ) -> tuple[Array, tuple[Array, Array]]:
     """Writes the tokens' keys and values, then attends to everything up to each token's own position."""
-    q, k, v = qkv[0], *storable(*qkv[1:])
-    q, k, v = (layout.pad(a) for a in (q, k, v))
-    k_cells = write_rows(cells[0], k.swapaxes(1, 2), layout, index)
-    v_cells = write_rows(cells[1], v.swapaxes(1, 2), layout, index)
-    block = CellBlock(k_cells, v_cells, index, layout.first_slot, visible)
-    out = attention(q, [block], attention_scale(config, layer))
-    return layout.flatten(out), (k_cells, v_cells)
+    layout = reach.layout
+    k, v = (layout.pad(a).swapaxes(1, 2) for a in storable(*qkv[1:]))
+    cells = (write_rows(cells[0], k, layout, index), write_rows(cells[1], v, layout, index))
+    scale = attention_scale(config, layer)
+    return cached_attention(qkv[0], reach, cells, scale=scale, window=layer.window, index=index), cells
 
 
-def _unrolled(params, config, x, layout, cache, tables, visible, taps):  # type: ignore[no-untyped-def]
+def _unrolled(params, config, x, reach, cache, tables, taps):  # type: ignore[no-untyped-def]
     """Layers as separate code: the fast form on CPU, and the only one for layers of different shapes."""
     outputs = {-1: x} if -1 in taps else {}
     keys, values = list(cache.k), list(cache.v)
@@ -123,7 +119,7 @@ def _unrolled(params, config, x, layout, cache, tables, visible, taps):  # type:
 
         def attend(q, k, v, i=i, layer=layer):  # type: ignore[no-untyped-def]
             cells = (keys[i], values[i])
-            return _attend(config, layer, layout, visible[layer.window], cells, None, (q, k, v))
+            return _attend(config, layer, reach, cells, None, (q, k, v))
 
         with jax.named_scope(f"layer_{i}"):
             x, (keys[i], values[i]) = layer_forward(config, layer, params["layers"][i], x, tables[layer], attend)
@@ -132,7 +128,7 @@ def _unrolled(params, config, x, layout, cache, tables, visible, taps):  # type:
     return x, [outputs[i] for i in taps], KVCache(tuple(keys), tuple(values))
 
 
-def _scanned(params, config, x, layout, cache, tables, visible, taps):  # type: ignore[no-untyped-def]
+def _scanned(params, config, x, reach, cache, tables, taps):  # type: ignore[no-untyped-def]
     """Layers as one ``lax.scan``, the caches in its carry: as scanned inputs they would be copied whole."""
     layer = config.layers[0]
     slots = [taps.index(i) if i in taps else len(taps) for i in range(config.num_layers)]
@@ -146,7 +142,7 @@ def _scanned(params, config, x, layout, cache, tables, visible, taps):  # type: 
 
         def attend(q, k, v):  # type: ignore[no-untyped-def]
             cells = (k_cells, v_cells)
-            return _attend(config, layer, layout, visible[layer.window], cells, index, (q, k, v))
+            return _attend(config, layer, reach, cells, index, (q, k, v))
 
         x, (new_k, new_v) = layer_forward(config, layer, weights, x, tables[layer], attend)
         return (x, new_k, new_v, tapped.at[slot].set(x)), None

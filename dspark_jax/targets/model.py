@@ -13,7 +13,7 @@ from dspark_jax.config import DecoderConfig
 from dspark_jax.kv_cache import KVCache, init_cache
 from dspark_jax.layout import Layout
 from dspark_jax.nn.block import fuse_projections
-from dspark_jax.params import abstract, init, on_one_device, stack_layers
+from dspark_jax.params import abstract, init, on_one_device, spread, stack_layers
 from dspark_jax.sampling import mask_beyond
 from dspark_jax.targets.decoder import decoder_specs, embed, forward, unembed
 from dspark_jax.types import Array, Opaque, PyTree
@@ -30,6 +30,9 @@ class Target(flax.struct.PyTreeNode):
     tokenizer_box: Opaque = flax.struct.field(pytree_node=False)
     name: str = flax.struct.field(pytree_node=False)
     vocab_limit: int = flax.struct.field(pytree_node=False)
+    spread: bool = flax.struct.field(
+        pytree_node=False, default=False
+    )  # over several devices: no kernel is cut for them
 
     @classmethod
     def build(
@@ -62,7 +65,7 @@ class Target(flax.struct.PyTreeNode):
         if scan and isinstance(params["layers"], list | tuple):
             params = {**params, "layers": stack_layers(list(params["layers"]))}
         limit = config.vocab_size if tokenizer is None else min(config.vocab_size, len(tokenizer))
-        return cls(params, config, Opaque(tokenizer), name, limit)
+        return cls(params, config, Opaque(tokenizer), name, limit, spread(params))
 
     @classmethod
     def random(cls, config: DecoderConfig, key: Array, dtype: Any = jnp.float32, **options: Any) -> Target:
@@ -108,7 +111,7 @@ class Target(flax.struct.PyTreeNode):
         self, tokens: Array, layout: Layout, cache: KVCache, *, taps: tuple[int, ...] = (), context: int | None = None
     ) -> tuple[Array, Array, KVCache]:
         """See ``decoder.forward``."""
-        return forward(self.params, self.config, tokens, layout, cache, taps=taps, context=context)
+        return forward(self.params, self.config, tokens, layout, cache, taps=taps, context=context, spread=self.spread)
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[..., d]``."""

@@ -16,7 +16,7 @@ import numpy as np
 from dspark_jax import cycle
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState
-from dspark_jax.drafters.base import Proposal, Sampler, drafts_of_block
+from dspark_jax.drafters.base import Proposal, Sampler, base_row, drafts_of_block
 from dspark_jax.layout import Layout
 from dspark_jax.logit_rule import LogitRule
 from dspark_jax.sampling import sampling_rows
@@ -165,12 +165,19 @@ class ScriptedDrafter(flax.struct.PyTreeNode):
         rule, steps = sampler.start(), []  # type: ignore[var-annotated]
         for k in range(num_drafts):
             index = context_index(history, self.vocab_size)
-            token, column, log_q, rule = sampler.draw(rule, _look_up(self.table[k], index), k)
+            logits = _look_up(self.table[k], index)
+            token, column, log_q, rule = sampler.draw(rule, logits, k)
             history = jnp.concatenate([history[:, 1:], token[:, None]], axis=1)
             at = context_index(history, self.vocab_size) if self.peek else index
             confidence = None if self.confidence is None else _look_up(self.confidence[k], at)
-            steps.append((token, column, log_q, confidence))
-        return Proposal(*jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *steps))
+            steps.append((logits, token, column, log_q, confidence))
+        base = jnp.stack([step[0] for step in steps])
+        by_row = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *(step[1:] for step in steps))
+        return Proposal(*by_row[:3], base, None, by_row[3])
+
+    def row_logits(self, proposal: Proposal, place: Array) -> Array:
+        """``[R, Vd]``: the table's logits that draft ``place [R]`` of each row was drawn from."""
+        return base_row(proposal, place)
 
 
 def open_slots(

@@ -23,13 +23,14 @@ def tiny_target(
     vocab_size: int = 32,
     hidden_size: int = 16,
     num_layers: int = 3,
+    head_dim: int = 8,
     dtype: Any = jnp.float32,
     tie_embeddings: bool = False,
     max_positions: int = 256,
     scan: bool | None = None,
 ) -> Target:
     """A random target, mostly a bigram model (its layers are scaled down), so that a drafter can do well on it."""
-    layer = LayerConfig(num_kv_heads=2, head_dim=8, rope=RopeConfig())
+    layer = LayerConfig(num_kv_heads=2, head_dim=head_dim, rope=RopeConfig())
     config = DecoderConfig(
         family=family,
         vocab_size=vocab_size,

@@ -15,6 +15,21 @@ from pallas_kernels.markov_sample.spec import Array, Block, Head, Sampled, confi
 StepFn = Callable[..., tuple[Array, Array, Array]]
 
 
+def backend(
+    head: Head,
+    block: Block,
+    *,
+    implementation: str | None = None,
+    interpret: Any = None,
+    aot: bool = False,
+    spread: bool = False,
+) -> str:
+    """The backend that ``markov_sample`` would run. ``spread``: the arguments live on several devices."""
+    refusals = {"mosaic_gpu": mosaic_gpu.refuses(head, block), "tpu": tpu.refuses(head, block)}
+    ready = interpret is not None
+    return choose("markov_sample", implementation, refusals, interpret=ready, aot=aot, spread=spread)
+
+
 def markov_sample(
     head: Head, block: Block, *, implementation: str | None = None, interpret: Any = None, aot: bool = False
 ) -> Sampled:
@@ -35,8 +50,7 @@ def markov_sample(
     Raises:
         BackendError: the named backend cannot run this.
     """
-    refusals = {"mosaic_gpu": mosaic_gpu.refuses(head, block), "tpu": tpu.refuses(head, block)}
-    name = choose("markov_sample", implementation, refusals, interpret=interpret is not None, aot=aot)
+    name = backend(head, block, implementation=implementation, interpret=interpret, aot=aot)
     if name == "xla":
         step: StepFn = reference.make_step(head, block)
     elif name == "mosaic_gpu":

@@ -14,9 +14,17 @@ from jax import lax
 from pallas_kernels import noise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.verify import mosaic_gpu, reference, tpu
-from pallas_kernels.verify.spec import RESIDUAL_FLOOR, Array, Outcome, Requests, Rows, RowStatistics
+from pallas_kernels.verify.spec import RESIDUAL_FLOOR, SOUND_ABOVE, Array, Outcome, Requests, Rows, RowStatistics
 
 QRow = Callable[[Array], Array]
+
+
+def backend(
+    rows: Rows, *, implementation: str | None = None, interpret: Any = None, aot: bool = False, spread: bool = False
+) -> str:
+    """The backend that ``verify`` would run. ``spread``: the arguments live on several devices."""
+    refusals = {"mosaic_gpu": mosaic_gpu.refuses(rows), "tpu": tpu.refuses(rows)}
+    return choose("verify", implementation, refusals, interpret=interpret is not None, aot=aot, spread=spread)
 
 
 def row_statistics(
@@ -31,8 +39,7 @@ def row_statistics(
     Raises:
         BackendError: the named backend cannot run this.
     """
-    refusals = {"mosaic_gpu": mosaic_gpu.refuses(rows), "tpu": tpu.refuses(rows)}
-    name = choose("verify", implementation, refusals, interpret=interpret is not None, aot=aot)
+    name = backend(rows, implementation=implementation, interpret=interpret, aot=aot)
     if name == "mosaic_gpu":
         return mosaic_gpu.row_statistics(rows, interpret)
     if name == "tpu":
@@ -76,7 +83,7 @@ def verify(
         lambda: own,
         lambda: jnp.where(requests.decide, own, _draw(rows, statistics, requests, accepted, q_row)),
     )
-    return Outcome(accepted, next_token)
+    return Outcome(accepted, next_token, jnp.isfinite(statistics.lse) & (statistics.lse > SOUND_ABOVE))
 
 
 def _draw(rows: Rows, statistics: RowStatistics, requests: Requests, accepted: Array, q_row: QRow) -> Array:

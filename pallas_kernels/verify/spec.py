@@ -14,6 +14,9 @@ Array = jax.Array
 RESIDUAL_FLOOR = 1e-8
 """At or below this residual mass the draw is from p itself."""
 
+SOUND_ABOVE = -1e38
+"""A log-sum-exp at or below this one, infinite or NaN belongs to logits that are no distribution."""
+
 
 class Rows(NamedTuple):
     """The target's flat rows and the keys of their numbers."""
@@ -53,3 +56,4 @@ class Outcome(NamedTuple):
 
     accepted: Array  # [R] int32 leading drafts that were accepted
     next_token: Array  # [R] int32, the target's own token behind them
+    sound: Array  # [T] bool, False for a row whose logits hold NaN or no finite maximum

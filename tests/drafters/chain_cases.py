@@ -106,9 +106,12 @@ class Argmax:
     def start(self) -> Array:
         return jnp.zeros(())
 
+    def numbers(self, places: int) -> None:
+        return None
+
     def draw(self, state: Any, logits: Array, k: Any) -> tuple[Array, Array, Array, Any]:
         index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return index if self.d2t is None else self.d2t[index], index, logits, state
+        return index if self.d2t is None else self.d2t[index], index, jnp.max(logits, axis=-1), state
 
 
 MOST = 5

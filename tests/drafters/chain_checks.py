@@ -68,5 +68,5 @@ def check_against_definition(tiny: Tiny, drafts: int = 3) -> None:
     for row in range(2):
         logits, expected, drafted = reference.steps(features[row], tokens[row], drafts)
         np.testing.assert_array_equal(proposal.tokens[row + 1], drafted)
-        np.testing.assert_allclose(proposal.log_q[row + 1], logits, atol=1e-9, rtol=1e-9)
+        np.testing.assert_allclose(proposal.base[:, row + 1], logits, atol=1e-9, rtol=1e-9)
         np.testing.assert_allclose(states[row + 1], expected, atol=1e-9, rtol=1e-9)

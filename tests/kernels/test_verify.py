@@ -100,9 +100,12 @@ def test_outcome_is_the_librarys_for_both_rules_and_every_admission() -> None:
     tokens = tokens.at[:, 0].set(jnp.where(coupled | greedy, own[:, 0], tokens[:, 0]))
     one_hot_q = jnp.log(jax.nn.one_hot(jnp.argmax(log_q, axis=-1), VOCAB))
     q = jnp.where(greedy[:, None, None], one_hot_q, log_q)
-    want = library.verify(
-        log_p, layout, library.Drafts(tokens, tokens, q, None), admitted, keys, library_noise.HASH_NOISE
-    )
+    q_at = jnp.take_along_axis(q, tokens[..., None], axis=-1)[..., 0]
+
+    def q_row(place: jax.Array) -> jax.Array:
+        return q[jnp.arange(REQUESTS), place]
+
+    want = library.verify(log_p, layout, library.Drafts(tokens, q_at), admitted, keys, library_noise.HASH_NOISE, q_row)
 
     plain = library_noise.key_words(library.plain_key(keys, layout.row, layout.offset))
     drafted = jnp.concatenate([tokens, jnp.full((REQUESTS, 1), -1, jnp.int32)], axis=1)
@@ -121,7 +124,6 @@ def test_outcome_is_the_librarys_for_both_rules_and_every_admission() -> None:
         ]
         return [jnp.stack([c[i] for c in columns], axis=1) for i in range(2)]
 
-    q_at = jnp.take_along_axis(q, tokens[..., None], axis=-1)[..., 0]
     requests = Requests(
         layout.index, tokens, q_at, admitted, decide, *words(DRAFTS, ACCEPT), *words(DRAFTS + 1, RESIDUAL)
     )

@@ -69,8 +69,7 @@ def token_reader(proposal: Proposal) -> Array:
 
 def likely_tokens(proposal: Proposal) -> Array:
     """The drawn tokens' own probabilities, which ``rejection`` must never use, through the unconstrained search."""
-    drawn = jnp.take_along_axis(proposal.log_q, proposal.draft_index[..., None], axis=-1)[..., 0]
-    survival = jnp.exp(jnp.cumsum(drawn, axis=1))
+    survival = jnp.exp(jnp.cumsum(proposal.log_q, axis=1))
     expected = 1.0 + jnp.concatenate([jnp.zeros_like(survival[:, :1]), jnp.cumsum(survival, axis=1)], axis=1)
     return jnp.argmax(expected / np.array([[1.0, 1.5, 1.6]]), axis=1).astype(jnp.int32)
 

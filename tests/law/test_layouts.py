@@ -57,7 +57,8 @@ def one_cycle(
 ) -> tuple[DecodeState, Any, Any]:
     proposal = cycle.draft(drafter, state, num_drafts=G, context=context, rows=rows)
     state, result = cycle.step(target, drafter, state, proposal, admitted, tokens=tokens, context=context, rows=rows)
-    return state, proposal, result
+    rows_first = proposal.replace(base=proposal.base.swapaxes(0, 1), z=proposal.z.swapaxes(0, 1))
+    return state, rows_first, result
 
 
 def two_cycles(state: DecodeState, **static: int) -> list[Any]:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import cycle, verify
+from dspark_jax import cycle, cycle_draws, verify
 from dspark_jax.config import Sampling
 from dspark_jax.drafters.base import Proposal
+from dspark_jax.logit_rule import Penalties
 from dspark_jax.testing import Tape, enumerate_worlds, open_slots
 from dspark_jax.types import Array
 from tests.law.exact import Strengths, distribution, next_token
@@ -109,12 +110,11 @@ def test_a_draw_from_p_instead_of_the_residual_is_caught(monkeypatch: pytest.Mon
 
 def test_a_residual_without_d2t_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """q read as if the draft's columns were target ids."""
-    original = verify._residual_draw
 
-    def unmapped(log_p, layout, drafts, *rest):  # type: ignore[no-untyped-def]
-        return original(log_p, layout, drafts.replace(d2t=None), *rest)
+    def unmapped(drafter, view, proposal, vocab, static):  # type: ignore[no-untyped-def]
+        return lambda place: cycle_draws.draft_law(drafter, view, proposal, place, static)
 
-    monkeypatch.setattr(verify, "_residual_draw", unmapped)
+    monkeypatch.setattr(cycle_draws, "_q_row", unmapped)
     assert errors(setting(8, d2t=(2, 0, 1)), every_length_or(above_half)).max() > 1e-3
 
 
@@ -195,11 +195,17 @@ def next_draft(s: Setting, made: tuple[int, ...], k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["penalties and filters", "trimmed, penalties and min-p"])
-def test_q_reported_is_the_distribution_the_draft_was_drawn_from(name: str) -> None:
-    """After every processor: the log_q of a proposal is what the noise was asked to draw from, bit for bit."""
+def test_q_rebuilt_is_the_distribution_the_draft_was_drawn_from(name: str) -> None:
+    """After every processor: the row that is rebuilt for a rejected draft is what the noise was asked to draw from, and
+    the log_q of a proposal is its entry at the token, bit for bit."""
     s, tape, out = enumerated(name)
     drawn = [x for x in tape.log_probs if x.shape[-1] == s.q.shape[-1]][:G]
-    log_q = np.asarray(out.proposals[0].log_q)
+    proposal, static = out.proposals[0], cycle.Static(rule=None if s.strengths is None else Penalties())
+    places = [jnp.full(tape.rows, k) for k in range(G)]
+    rows = [cycle_draws.draft_law(s.drafter, out.states[0], proposal, place, static) for place in places]
+    log_q = np.stack([np.asarray(row) for row in rows], axis=1)
+    at_token = np.take_along_axis(log_q, np.asarray(proposal.draft_index)[..., None], axis=2)[..., 0]
+    np.testing.assert_array_equal(proposal.log_q, at_token)
     for k in range(G):
         np.testing.assert_array_equal(log_q[:, k], np.asarray(drawn[k]))
         np.testing.assert_allclose(np.exp(log_q[:, k]).sum(axis=-1), 1.0, atol=1e-14)

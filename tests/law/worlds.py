@@ -77,6 +77,7 @@ class Outcome:
     accepted: np.ndarray  # [N, 2]
     offered: np.ndarray  # [N, 2]
     proposals: list[Proposal]
+    states: list[cycle.DecodeState]  # before each cycle, without caches
 
 
 LENGTHS = tuple((a, b) for a in range(G + 1) for b in range(G + 1))
@@ -130,8 +131,9 @@ def decode(setting: Setting, admit: Admission, tape: Tape) -> Outcome:
         rule_state=penalty_state(setting.strengths, rows),
     )
     static = cycle.Static(noise=tape, rule=rule)
-    results, proposals = [], []
+    results, proposals, states = [], [], []
     for _ in range(2):
+        states.append(state.small())
         proposal = cycle.draft(drafter, state, num_drafts=G, static=static)
         admitted = admit(proposal, tape)
         state, result = cycle.step(target, drafter, state, proposal, admitted, static=static)
@@ -146,6 +148,7 @@ def decode(setting: Setting, admit: Admission, tape: Tape) -> Outcome:
         np.stack([np.asarray(r.accepted) for r in results], axis=1),
         np.stack([np.asarray(r.offered) for r in results], axis=1),
         proposals,
+        states,
     )
 
 

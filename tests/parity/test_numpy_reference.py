@@ -20,6 +20,7 @@ from dspark_jax.drafters import Drafter
 from dspark_jax.evaluate.parity import compute, load_case
 from dspark_jax.layout import dense_layout
 from dspark_jax.types import Array, PyTree
+from tests.drafted import block_logits
 from tests.parity.made_up import MadeUp
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -52,14 +53,17 @@ def test_every_array_of_an_unseen_layout_is_the_reference_models(name: str, tmp_
 
 
 class Greedy:
-    """A sampler that takes the arg-max and hands the corrected logits through in place of log_q."""
+    """A sampler that takes the arg-max."""
 
     def start(self) -> PyTree:
         return None
 
+    def numbers(self, places: int) -> None:
+        return None
+
     def draw(self, state: PyTree, logits: Array, k: Array | int) -> tuple[Array, Array, Array, PyTree]:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return token, token, logits, state
+        return token, token, jnp.max(logits, axis=-1), state
 
 
 @partial(jax.jit, static_argnames="drafts")
@@ -72,7 +76,7 @@ def propose(drafter: Drafter, features: Array, anchor: Array, length: Array, dra
     state = drafter.absorb(state, features.reshape(rows * cells, -1), layout, nothing, layout.count)
     block = drafter.propose(state, anchor, length, drafts, Greedy())
     assert block.confidence_logits is not None
-    return block.tokens, block.log_q, block.confidence_logits
+    return block.tokens, block_logits(drafter, block), block.confidence_logits
 
 
 def drafted(drafter: Drafter, features: np.ndarray, context: int, drafts: int) -> tuple[np.ndarray, ...]:
