@@ -77,8 +77,8 @@ def cached_attention(
     seen = see(layout.start, layout.width, context, window)
     blocks = [KeyBlock(read_rows(k, layout, context, index), read_rows(v, layout, context, index), seen)]
     if own is not None:
-        mine = (layout.pad(x).swapaxes(1, 2) for x in own)
-        blocks.append(KeyBlock(*mine, block_visible(rows, layout.width, window)))
+        own_k, own_v = (layout.pad(x).swapaxes(1, 2) for x in own)
+        blocks.append(KeyBlock(own_k, own_v, block_visible(rows, layout.width, window)))
     return layout.flatten(attention(layout.pad(q), blocks, scale))
 
 

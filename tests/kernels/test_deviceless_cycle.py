@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,17 @@ def lowered_cycle(mesh: Mesh) -> jax.stages.Lowered:
         return jax.jit(run).lower(*described(mesh, (target, drafter, state)))
 
 
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """A program for a device that is not here can be written to JAX's cache, but not read back from it."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
 @pytest.mark.aot
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_the_cycle_takes_all_three_kernels_on_hopper_and_none_for_several_devices() -> None:
     """Of several devices the abstract mesh tells; a kernel is not cut for them."""
     text = lowered_cycle(deviceless.h100_mesh()).compile().as_text()
