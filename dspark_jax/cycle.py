@@ -129,7 +129,7 @@ def step(
         held: ``[R]`` tokens of each row that wait in the ring; without a proposal the cycle's own token joins them
             there, and the drafter does nothing. None: it absorbs at once.
     """
-    options = {"rows": rows, "width": width, "tokens": tokens, "context": context, "held": held}
+    options: dict[str, Any] = {"rows": rows, "width": width, "tokens": tokens, "context": context, "held": held}
     state, result, _, _ = _step(target, drafter, state, proposal, admitted, static=static, law=False, **options)
     return state, result
 

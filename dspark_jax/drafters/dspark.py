@@ -88,8 +88,10 @@ class Drafter(LoadedDrafter):
                 drawn = one_by_one()
             else:
                 drawn = cond(numbers.filtered, one_by_one, at_once)
-        tokens, index, log_q, confidence = (None if a is None else a.swapaxes(0, 1) for a in drawn[:4])
-        return Proposal(tokens, index, log_q, base, drawn[4], confidence)
+        *first, confidence, z = drawn
+        tokens, index, log_q = (a.swapaxes(0, 1) for a in first)
+        confidence = None if confidence is None else confidence.swapaxes(0, 1)
+        return Proposal(tokens, index, log_q, base, z, confidence)
 
     def _one_by_one(self, h: Array, base: Array, anchor: Array, sampler: Sampler) -> Drawn:
         """The plain way: a scan over the places ``h [G, R, d]``, ``base [G, R, Vd]`` that draws through ``sampler``."""
@@ -121,9 +123,15 @@ class Drafter(LoadedDrafter):
             return None
         markov, own = self.params["markov"], self.params.get("confidence", {})
         head = kernel.Head(
-            markov["w1"], markov["w2"], *(markov.get(x) for x in ("gate", "gate_bias", "joint", "joint_bias")),
-            own.get("proj"), own.get("bias"),
-        )  # fmt: skip
+            markov["w1"],
+            markov["w2"],
+            gate=markov.get("gate"),
+            gate_bias=markov.get("gate_bias"),
+            joint=markov.get("joint"),
+            joint_bias=markov.get("joint_bias"),
+            confidence=own.get("proj"),
+            confidence_bias=own.get("bias"),
+        )
         block = kernel.Block(base, h, anchor, numbers.temperature, numbers.word0, numbers.word1, self.d2t)
         asked, interpret = numbers.implementation, numbers.interpret
         name = kernel.backend(head, block, implementation=asked, interpret=interpret, spread=self.spread)

@@ -112,8 +112,8 @@ def cached_attention(
     seen = see(layout.start, layout.width, context, window)
     blocks: list[KeyBlock | CellBlock] = [CellBlock(k, v, index, layout.first_slot, seen)]
     if own is not None:
-        mine = (layout.pad(x).swapaxes(1, 2) for x in own)
-        blocks.append(KeyBlock(*mine, block_visible(rows, layout.width, window)))
+        own_k, own_v = (layout.pad(x).swapaxes(1, 2) for x in own)
+        blocks.append(KeyBlock(own_k, own_v, block_visible(rows, layout.width, window)))
     return layout.flatten(attention(layout.pad(q), blocks, scale))
 
 

@@ -19,9 +19,10 @@ class Tokens(NamedTuple):
 
     row: Array  # [T] int32 request
     offset: Array  # [T] int32 place in the request's block
-    index: Array  # [R, W] int32 flat token of each place; places past count point anywhere
+    # index and count shadow the tuple's own methods
+    index: Array  # type: ignore[assignment]  # [R, W] int32 flat token of each place; past count they point anywhere
     start: Array  # [R] int32 position of the first token
-    count: Array  # [R] int32 tokens, 0 for a request that takes no part
+    count: Array  # type: ignore[assignment]  # [R] int32 tokens, 0 for a request that takes no part
     slot: Array  # [R] int32
 
 

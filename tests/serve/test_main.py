@@ -247,10 +247,8 @@ def test_flags_that_cannot_be_honoured_are_errors_or_said(loaders: SimpleNamespa
 
 
 def test_prefix_caching_and_the_budget_of_a_step_reach_the_engine(loaders: SimpleNamespace) -> None:
-    loaded, _ = load(["m"])
-    assert loaded.engine.config.enable_prefix_caching and loaded.engine.config.max_num_batched_tokens is None
-    loaded, _ = load(["m", "--no-enable-prefix-caching", "--max-num-batched-tokens", "96"])
-    assert not loaded.engine.config.enable_prefix_caching and loaded.engine.config.max_num_batched_tokens == 96
+    config = load(["m", "--no-enable-prefix-caching", "--max-num-batched-tokens", "96"])[0].engine.config
+    assert not config.enable_prefix_caching and config.max_num_batched_tokens == 96
 
 
 # -- the compilation cache -------------------------------------------------------------------------
