@@ -96,7 +96,8 @@ def requests(**changes: Any) -> list[Request]:
 def texts(made: Engine, wanted: Sequence[Request]) -> list[list[int]]:
     """By request. Sixteen are at work at any time, and one is cancelled now and then."""
     ids = [made.submit(request) for request in wanted]
-    victims, results, steps = [made.submit(Request([0], 90)) for _ in range(40)], {}, 0
+    doomed = dataclasses.replace(wanted[0], max_new_tokens=90)
+    victims, results, steps = [made.submit(doomed) for _ in range(40)], {}, 0
     while made.has_work():
         results |= {event.id: event.result for event in made.step() if event.result is not None}
         steps += 1
