@@ -92,7 +92,8 @@ def generate(
         if len(sampling) != prompts.shape[0]:
             raise ValueError(f"sampling must be one setting or one a row, found {len(sampling)} for {prompts.shape[0]}")
     _check_admission(drafter, admit, confidence_threshold, step_time, prompts.shape[0])
-    milliseconds, draft_ms = None, 0.0
+    milliseconds: Any = None
+    draft_ms = 0.0
     if admit == "early_stop":
         rows = prompts.shape[0]
         milliseconds = np.asarray(step_time.dense(rows * (k + 1)), np.float32)
@@ -100,11 +101,11 @@ def generate(
         calibration = getattr(drafter, "calibration", None) if calibration is None else calibration
         calibration = _pick_table(calibration, verification, sampling)
     # A threshold may be traced; where several processes compute, plain numbers are every process's own.
-    threshold = jnp.asarray(confidence_threshold, jnp.float32)
+    threshold: Any = jnp.asarray(confidence_threshold, jnp.float32)
     traced = isinstance(prompts, jax.core.Tracer)
     mesh = None if traced else mesh_of(target)
     threshold = threshold if mesh is None else np.asarray(threshold)
-    run = _generate if traced else _compiled(mesh)
+    run: Any = _generate if traced else _compiled(mesh)
     return run(
         target,
         drafter,

@@ -99,7 +99,8 @@ class NgramDrafter(flax.struct.PyTreeNode):
                 before, token = token, drafted
                 steps.append((logits, drafted, index, log_q))
         base, *by_row = zip(*steps, strict=True)
-        return Proposal(*(jnp.stack(column, axis=1) for column in by_row), jnp.stack(base))
+        tokens, index, log_q = (jnp.stack(column, axis=1) for column in by_row)
+        return Proposal(tokens, index, log_q, jnp.stack(base))
 
     def row_logits(self, proposal: Proposal, place: Array) -> Array:
         """``[R, V]``: the logits that draft ``place [R]`` of each row was drawn from."""

@@ -173,7 +173,8 @@ class ScriptedDrafter(flax.struct.PyTreeNode):
             steps.append((logits, token, column, log_q, confidence))
         base = jnp.stack([step[0] for step in steps])
         by_row = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *(step[1:] for step in steps))
-        return Proposal(*by_row[:3], base, None, by_row[3])
+        token, column, log_q, confidence = by_row
+        return Proposal(token, column, log_q, base, None, confidence)
 
     def row_logits(self, proposal: Proposal, place: Array) -> Array:
         """``[R, Vd]``: the table's logits that draft ``place [R]`` of each row was drawn from."""
