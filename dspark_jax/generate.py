@@ -100,11 +100,11 @@ def generate(
         calibration = getattr(drafter, "calibration", None) if calibration is None else calibration
         calibration = _pick_table(calibration, verification, sampling)
     # A threshold may be traced; where several processes compute, plain numbers are every process's own.
-    threshold = jnp.asarray(confidence_threshold, jnp.float32)
+    threshold: Any = jnp.asarray(confidence_threshold, jnp.float32)
     traced = isinstance(prompts, jax.core.Tracer)
     mesh = None if traced else mesh_of(target)
     threshold = threshold if mesh is None else np.asarray(threshold)
-    run = _generate if traced else _compiled(mesh)
+    run: Callable[..., GenerateOutput] = _generate if traced else _compiled(mesh)
     return run(
         target,
         drafter,
