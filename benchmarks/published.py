@@ -41,13 +41,13 @@ def with_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
     return dataclasses.replace(config, layers=config.layers[:1] * layers)
 
 
-def drafter_config(target: DecoderConfig, block: int = 7) -> DrafterConfig:
+def drafter_config(target: DecoderConfig, block: int = 7, layers: int = DRAFT_LAYERS) -> DrafterConfig:
     """The DSpark drafter of a target: ``block`` drafts, vanilla Markov head, confidence head."""
     last = max(target.num_layers - 3, 1)
     taps = sorted({1 + (last - 1) * i // (TAPS - 1) for i in range(TAPS)})
     return DrafterConfig(
         method="dspark",
-        decoder=dataclasses.replace(target, layers=target.layers[:1] * DRAFT_LAYERS, tie_embeddings=False),
+        decoder=dataclasses.replace(target, layers=target.layers[:1] * layers, tie_embeddings=False),
         block_size=block,
         target_layer_ids=tuple(taps),
         mask_token_id=MASK_TOKEN,

@@ -105,7 +105,7 @@ def generate(
     traced = isinstance(prompts, jax.core.Tracer)
     mesh = None if traced else mesh_of(target)
     threshold = threshold if mesh is None else np.asarray(threshold)
-    run: Any = _generate if traced else _compiled(mesh)
+    run: Callable[..., GenerateOutput] = _generate if traced else _compiled(mesh)
     return run(
         target,
         drafter,

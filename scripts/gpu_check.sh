@@ -60,9 +60,11 @@ fi
 mkdir -p "$out"
 shape=${DSPARK_GPU_CHECK_SHAPE:-qwen3-0.6b} large_shape=qwen3-4b kernel_shape=qwen3-8b seconds=7 users=1,8,32 slots=32
 load_seconds=5
+repeats=(--repeats 5 --inner 20)
 export DSPARK_TEST_PLATFORM=default
 if [ "$dry" = 1 ]; then
   shape=tiny large_shape=tiny kernel_shape=tiny seconds=1 users=1,2 slots=2 load_seconds=1
+  repeats=(--repeats 1 --inner 1)
   export JAX_PLATFORMS=cpu DSPARK_TEST_PLATFORM=cpu
 fi
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$out/compiled}
@@ -95,9 +97,8 @@ join_model() {  # the embedded target, from its three parts
 }
 
 train() {  # as long as there is time, then what there is leaves in files under 16 MB
-  local run=$out/train rc=0 seconds=$(($(left) - 25))
-  if [ "$dry" = 1 ]; then seconds=60; fi
-  timeout --signal=INT --kill-after=15 "$seconds" "$python" scripts/train.py --config configs/train/smollm2_dspark.toml \
+  local run=$out/train rc=0
+  timeout --signal=INT --kill-after=15 "$train_seconds" "$python" scripts/train.py --config configs/train/smollm2_dspark.toml \
     --out "$run" --set "data.train=$model/text" --set "data.heldout=$model/text" --set run.save_every_s=20 \
     --set run.evaluate_every_s=100000 --set data.heldout_batches=1 ${TRAIN_EXTRA:-} || rc=$?
   if [ "$rc" != 0 ] && [ "$rc" != 124 ] && [ "$rc" != 130 ]; then return "$rc"; fi
@@ -108,10 +109,14 @@ train() {  # as long as there is time, then what there is leaves in files under 
   rm -rf "$run"
 }
 
+# Parts run under timeout, in a process of their own: functions travel by name.
+export out model python
+export -f join_model train
+
 "$python" -c 'import jax; print("jax", jax.__version__, jax.devices())' || failed=1
 part tests 90 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
 if [ "$extent" = full ]; then
-  part kernels 60 "$python" benchmarks/bench_kernels.py --shape "$kernel_shape" --rows 1,8,64 --out "$out/kernels.json"
+  part kernels 60 "$python" benchmarks/bench_kernels.py --shape "$kernel_shape" --rows 1,8,64 "${repeats[@]}" --out "$out/kernels.json"
   # CUDA graphs: XLA's own choice, none, and loops and conditionals recorded as well.
   for graphs in default off loops; do
     case "$graphs" in
@@ -120,7 +125,9 @@ if [ "$extent" = full ]; then
       loops) flags=--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL ;;
     esac
     if [ "$dry" = 1 ]; then flags=''; fi
-    part "graphs-$graphs" 40 env XLA_FLAGS="${XLA_FLAGS:-} $flags" "$python" benchmarks/bench_cycle.py \
+    setting=(env)
+    if [ -n "$flags" ]; then setting=(env "XLA_FLAGS=${XLA_FLAGS:+$XLA_FLAGS }$flags"); fi
+    part "graphs-$graphs" 40 "${setting[@]}" "$python" benchmarks/bench_cycle.py \
       --shape "$shape" --batch 8 --tokens 33 --repeats 3 --out "$out/graphs-$graphs.json"
   done
   part load 170 "$python" benchmarks/bench_gpu_load.py --shape "$large_shape" --users "$users" --slots "$slots" \
@@ -130,7 +137,7 @@ if [ "$extent" = quick ]; then
   part cycle 80 "$python" benchmarks/bench_cycle.py --shape "$shape" --batch 1,8,32 --repeats 3 --out "$out/cycle.json"
 elif [ -z "$model" ]; then
   skip embedded "no --model DIR"
-elif part join 40 join_model; [ -f "$out/target.gguf" ]; then
+elif part join 40 bash -c join_model; [ -f "$out/target.gguf" ]; then
   export DSPARK_SMOLLM2_GGUF=$out/target.gguf
   if [ ! -f benchmarks/bench_load.py ]; then skip embedded "no benchmarks/bench_load.py"
   elif [ ! -f "$model/prompts.jsonl" ]; then skip embedded "no prompts.jsonl in $model"
@@ -138,7 +145,8 @@ elif part join 40 join_model; [ -f "$out/target.gguf" ]; then
     part embedded 90 "$python" benchmarks/bench_load.py --prompts "$model/prompts.jsonl" --out "$out/embedded" \
       --rounds 1 --seconds "$load_seconds" --concurrency 1,16 --shown "" --fixed 3,7 --profile-seconds 10
   fi
-  if [ -d "$model/text" ]; then part train 600 train; else skip train "no text in $model"; fi
+  export train_seconds=$(($(left) - 25))
+  if [ -d "$model/text" ]; then part train 600 bash -c train; else skip train "no text in $model"; fi
   rm -f "$out/target.gguf"
 fi
 

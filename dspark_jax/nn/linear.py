@@ -44,12 +44,11 @@ def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(wide / scale[:, None]).astype(np.int8), scale
 
 
-def join_rows(weights: Sequence[Array | Int8Matrix]) -> Array | Int8Matrix:
-    """Weights of the same input as one, row behind row."""
-    small = [w for w in weights if isinstance(w, Int8Matrix)]
-    if small:
-        return Int8Matrix(jnp.concatenate([w.values for w in small]), jnp.concatenate([w.scale for w in small]))
-    return jnp.concatenate(weights)  # type: ignore[arg-type]
+def join_rows(weights: Sequence[Any]) -> Array | Int8Matrix:
+    """Weights of the same input, all of one kind, as one: row behind row."""
+    if isinstance(weights[0], Int8Matrix):
+        return Int8Matrix(jnp.concatenate([w.values for w in weights]), jnp.concatenate([w.scale for w in weights]))
+    return jnp.concatenate(weights)
 
 
 def linear(

@@ -28,12 +28,12 @@ PIECE = 256  # tokens of a piece of prompt
 BF16 = jnp.bfloat16
 
 
-def models(mesh: Mesh, config: DecoderConfig, block: int = 7) -> tuple[Target, Drafter]:
+def models(mesh: Mesh, config: DecoderConfig, block: int = 7, draft_layers: int = 5) -> tuple[Target, Drafter]:
     """A target with its layers stacked, as GPUs and TPUs run it, and its drafter, spread over ``mesh``."""
     params = abstract(decoder_specs(config), BF16, mesh)
     params["layers"] = stacked(params["layers"])
     target = Target.build(params, config, scan=True, fuse=False)
-    wanted = drafter_config(config, block)
+    wanted = drafter_config(config, block, draft_layers)
     embed = target.params["embed_tokens"]
     head = embed if config.tie_embeddings else target.params["lm_head"]
     return target, Drafter.build(
@@ -73,9 +73,18 @@ class Training:
     """A step of training the drafter: the target reads ``batch`` texts of ``length`` tokens, then one update over
     ``anchors`` blocks of each. Drafter weights and optimiser state in float32, the frozen target in bfloat16."""
 
-    def __init__(self, mesh: Mesh, config: DecoderConfig, batch: int, length: int, anchors: int, chunks: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: DecoderConfig,
+        batch: int,
+        length: int,
+        anchors: int,
+        chunks: int,
+        draft_layers: int = 5,
+    ) -> None:
         self.mesh, self.batch, self.length = mesh, batch, length
-        target, drafter = models(mesh, config)
+        target, drafter = models(mesh, config, draft_layers=draft_layers)
         shared = drafter.shared
         self.frozen = Frozen(target, shared, TeacherHead(shared.head, None), None)
         optim = OptimConfig()

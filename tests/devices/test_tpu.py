@@ -1,4 +1,6 @@
-"""Whole cycles and training steps of Qwen3-8B with its DSpark drafter, compiled for TPUs that are not there.
+"""Whole cycles of Qwen3-8B with its DSpark drafter, compiled for TPUs that are not there.
+
+The training step is not among them: the TPU compiler took more than three minutes for one draft layer of it.
 
 All 36 layers, as one scan; XLA's own cost analysis counts a scan's body once, and so do the collectives here. A v6e
 has 32 GB, a v5e 16 GB: the weights alone are 18.6 GB in bfloat16, so one v5e cannot hold them, which is asserted by
@@ -17,7 +19,7 @@ from hlo import Program
 from published import TARGETS
 
 from pallas_kernels import deviceless
-from tests.devices.programs import Serving, Training
+from tests.devices.programs import Serving
 
 pytestmark = pytest.mark.aot_tpu
 
@@ -93,13 +95,3 @@ def test_drafting_a_block_on_eight_chips_fits_and_gathers_no_logits() -> None:
     resident = size((engine.target.params, engine.drafter.params, engine.state))
     assert resident + memory.temp_size_in_bytes + memory.output_size_in_bytes < 0.95 * MEMORY["v6e"]
     assert_sound(exe, 8, 11, 64 * 7 * CONFIG.hidden_size * 2)
-
-
-def test_a_training_step_on_eight_chips_fits_and_updates_its_state_in_place() -> None:
-    """Two texts of 1,024 tokens, 64 blocks of 7 each, logits in 8 parts."""
-    exe = Training(deviceless.tpu_mesh("v6e:2x4", 8), CONFIG, 2, 1024, 64, 8).lower().compile()
-    memory = exe.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert memory.alias_size_in_bytes >= 3 * 4 * 1.0e9 / 8
-    assert used < 0.95 * MEMORY["v6e"]
-    assert Program(exe.as_text()).host_transfers() == []

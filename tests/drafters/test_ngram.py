@@ -130,7 +130,7 @@ def test_the_law_stays_the_targets_under_rejection(successors: int) -> None:
     arities = [V] * G + [RULED + 1] + [2] * G + [V] + [V] * G + [2] * G + [V]
     tape, out = enumerate_worlds(lambda tape: decode_worlds(setting, admit, tape), arities=arities, at_least=LARGEST)
     assert law_errors(setting, tape, out).max() <= 1e-12
-    drawn = np.exp(np.asarray(out.proposals[0].log_q))
+    drawn = np.asarray(jax.nn.softmax(out.proposals[0].base))
     assert ((drawn > 1e-12).sum(-1) == successors).all()
 
 

@@ -32,7 +32,7 @@ def opened(target: Any, drafter: Any) -> DecodeState:
     return open_slots(target, drafter, prompts, lengths=lengths, max_new_tokens=40, seeds=seeds)
 
 
-def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], log_q: Any, total: int) -> steps.Draft:
+def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], base: Any, total: int) -> steps.Draft:
     program = partial(
         steps.draft,
         rows=len(slots),
@@ -44,23 +44,24 @@ def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], 
     )
     numbers = jnp.int32(total), jnp.float32(0.0), jnp.ones((len(slots), DRAFTS), jnp.float32)
     rows = jnp.asarray(least, jnp.int32), jnp.asarray(slots, jnp.int32)
-    return jax.jit(program)(drafter, state.replace(target=None), log_q, *numbers, *rows)
+    return jax.jit(program)(drafter, state.replace(target=None), base, *numbers, *rows)
 
 
 def test_drafting_for_some_slots_is_that_part_of_drafting_for_all() -> None:
-    """Slots 1 and 3 of four, whose caches are read and whose places are written; 0 and 2 keep the log_q they had, and
-    have nothing admitted. What is admitted among the two is what is admitted where the others are outside."""
+    """Slots 1 and 3 of four, whose caches are read and whose places are written; 0 and 2 keep the logits they
+    had, and have nothing admitted. What is admitted among the two is what is admitted where the others are outside."""
     target = tiny_target(num_layers=1)
     drafter = tiny_drafter(target, block_size=DRAFTS, target_layer_ids=(0,))
     state = jax.jit(opened)(target, drafter)
-    poison = jnp.full((SLOTS, DRAFTS, 32), jnp.nan, jnp.float32)
+    poison = jnp.full((DRAFTS, SLOTS, 32), jnp.nan, jnp.float32)
     want = draft(drafter, state, [0, 1, 2, 3], [OUTSIDE, 0, OUTSIDE, 0], poison, 4)
     got = draft(drafter, state, [1, 3], [0, 0], poison, 4)
     inside, outside = np.array([1, 3]), np.array([0, 2])
     for name in ("tokens", "draft_index"):
         np.testing.assert_array_equal(getattr(got.proposal, name)[inside], getattr(want.proposal, name)[inside])
     np.testing.assert_allclose(got.proposal.log_q[inside], want.proposal.log_q[inside], rtol=1e-4, atol=1e-4)
-    assert np.isnan(got.proposal.log_q[outside]).all()
+    np.testing.assert_allclose(got.proposal.base[:, inside], want.proposal.base[:, inside], rtol=1e-4, atol=1e-4)
+    assert np.isnan(got.proposal.base[:, outside]).all()
     np.testing.assert_allclose(got.survival, want.survival, rtol=1e-4)
     assert got.admitted.tolist() == want.admitted.tolist() and int(got.admitted.sum()) == 4
 
