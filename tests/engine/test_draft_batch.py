@@ -81,16 +81,16 @@ def test_the_rows_of_a_state_are_its_slots(stacked: bool) -> None:
 
 
 def test_a_draft_program_of_some_rows_writes_in_place() -> None:
-    """The log_q of all slots is donated, and no copy of it is made."""
+    """The base logits of all slots are donated, and no copy of it is made."""
     target = tiny_target(num_layers=1)
     drafter = tiny_drafter(target, block_size=DRAFTS, target_layer_ids=(0,))
     config = engine_config(mode="lagged", slot_buckets=(1, 2, 4), step_time=step_times(), max_model_len=40)
     engine = Engine(target, drafter, config)
     key = next(key for key in engine.buckets.keys(39) if (key.kind, key.slots) == ("draft", 2))
     compiled = engine._programs._lower(key, engine._programs._example(key, engine._state)).compile()
-    log_q = engine._programs._last_proposal(engine._state).log_q
-    assert log_q.shape[0] == 4 and compiled.memory_analysis().alias_size_in_bytes >= log_q.nbytes
-    shape = ",".join(map(str, log_q.shape))
+    base = engine._programs._last_proposal(engine._state).base
+    assert base.shape[1] == 4 and compiled.memory_analysis().alias_size_in_bytes >= base.nbytes
+    shape = ",".join(map(str, base.shape))
     assert f"[{shape}]" in compiled.as_text() and f"[{shape}]{{2,1,0}} copy(" not in compiled.as_text()
 
 
