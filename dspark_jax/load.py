@@ -295,5 +295,5 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise ValueError(f"{path}: must hold a JSON object, found {type(value).__name__}")
     return value

@@ -229,7 +229,7 @@ def admit_early_stop_device(
     gained = jnp.concatenate([jnp.zeros_like(values[:1]), jnp.cumsum(values)])
     expected = requests.astype(values.dtype) + gained  # [S*G + 1]
     tokens = requests + jnp.arange(values.size + 1, dtype=jnp.int32)
-    step_ms = milliseconds_by_tokens.at[tokens].get(mode="fill", fill_value=jnp.inf)
+    step_ms = jnp.asarray(milliseconds_by_tokens).at[tokens].get(mode="fill", fill_value=jnp.inf)
     theta = expected / (draft_ms + step_ms)
     goes_on = (theta[1:] > theta[:-1]) & (values > 0)
     admitted = jnp.where(goes_on.all(), values.size, jnp.argmin(goes_on)).astype(jnp.int32)
