@@ -11,7 +11,9 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
+from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.seeds import claim_seed
+from dspark_jax.engine.step_times import StepTimes
 from tests.engine.cases import (
     BLOCK,
     VOCAB,
@@ -22,10 +24,19 @@ from tests.engine.cases import (
     fresh,
     random_requests,
     run_all,
+    step_times,
 )
 
 GREEDY = Sampling(0.0)
 WIDTH = BLOCK + 1
+
+
+@pytest.fixture
+def lagged(lagged_engine: Engine, monkeypatch: Any) -> Engine:
+    """The scheduler's engine, without requests and without what its policy has learned."""
+    monkeypatch.setattr(lagged_engine, "_policy", Lagged(lagged_engine.buckets.drafts))
+    monkeypatch.setattr(lagged_engine, "_times", StepTimes(step_times(), measured=False))
+    return fresh(lagged_engine)
 
 
 def preempted_at(engine: Engine, requests: list[Request], step: int, which: int) -> list[Any]:
@@ -128,10 +139,10 @@ def test_a_preempted_request_that_is_cancelled_while_it_waits_has_what_it_emitte
 
 
 def test_under_a_scheduler_a_resumed_request_starts_from_the_prior_and_its_text_stays(
-    lagged_engine: Engine, models: Models
+    lagged: Engine, models: Models
 ) -> None:
     """Greedy and coupled texts do not depend on how many drafts were verified."""
-    engine = fresh(lagged_engine)
+    engine = lagged
     requests = [r for r in random_requests(6, seed=35, max_new_tokens=16) if r.verification != "rejection"]
     want = [tokens for tokens, _, _ in expected(models, requests)]
     ids = [engine.submit(request) for request in requests]
@@ -151,9 +162,9 @@ def test_under_a_scheduler_a_resumed_request_starts_from_the_prior_and_its_text_
     assert [results[i].tokens for i in ids] == want
 
 
-def test_numbers_are_not_given_away_while_their_owner_waits_or_his_rival_runs(lagged_engine: Engine) -> None:
+def test_numbers_are_not_given_away_while_their_owner_waits_or_his_rival_runs(lagged: Engine) -> None:
     """Three rejection requests with one seed: the first has ended when the third comes, the second was preempted."""
-    engine = fresh(lagged_engine)
+    engine = lagged
     short, long = (Request([1], n, Sampling(0.8), 5, "rejection") for n in (2, 20))
     first, second = engine.submit(short), engine.submit(long)
     while any(tenant.id == first for tenant in (*engine._slots, *engine._waiting)):
@@ -229,10 +240,10 @@ def test_short_prompts_share_a_step(fixed: Engine, monkeypatch: Any) -> None:
         assert set(fixed.run()) == set(ids)
 
 
-def test_drafts_get_what_pieces_of_prompts_leave(lagged_engine: Engine) -> None:
+def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
     """Requests that decode, their drafts and pieces of prompts: together never more than the budget, and never less
     than what keeps everybody going, a token each and the smallest piece."""
-    engine = fresh(lagged_engine)
+    engine = lagged
     before, engine.step_tokens = engine.step_tokens, 13
     rng = np.random.default_rng(1)
     drafted = []
