@@ -2,10 +2,14 @@
 
     python scripts/profile_steps.py --set model=smollm2-135m-instruct --set drafter=smollm2-135m-instruct-dspark
     python scripts/profile_steps.py --config FILE.toml --set out=table.json
+    python scripts/profile_steps.py --set roofline=h100-sxm --set model=qwen3-8b --set out=table.json
 
 Prints the table and how well an additive model tells the programs it was not fitted to. The table is kept where the
 server looks for it, so that a start of the same model on the same machine need not measure; ``out`` writes it
 elsewhere, for ``EngineConfig.step_time``.
+
+With ``roofline`` nothing is measured: the table of that hardware is computed from its memory bandwidth and its
+arithmetic (``dspark_jax/schedule/roofline.py`` has the formula), for a Qwen3 target and its DSpark drafter.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from pathlib import Path
 
 from dspark_jax import Engine, EngineConfig, load_drafter, load_target
 from dspark_jax.config_toml import load_toml
+from dspark_jax.schedule import StepTimeTable, roofline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,8 @@ class ProfileConfig:
         model, drafter: as in ``load_target`` and ``load_drafter``.
         seconds: budget of the measurement; compilation is not part of it.
         out: a file for the table; empty: only where the server looks.
+        roofline: hardware to compute the table for (``roofline.CHIPS``); empty: this machine is measured. ``model`` is
+            then a name in ``roofline.QWEN3``, and ``efficiency`` the share of the roof that is reached.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -39,6 +46,29 @@ class ProfileConfig:
     num_speculative_tokens: int | None = None
     seconds: float = 60.0
     out: str = ""
+    roofline: str = ""
+    efficiency: float = 1.0
+
+
+def computed(config: ProfileConfig) -> StepTimeTable:
+    """The table of hardware that is not here. Raises ValueError for a name that is not known."""
+    known = {"roofline": roofline.CHIPS, "model": roofline.QWEN3}
+    for name, choices in known.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name}: one of {', '.join(choices)} expected, found {getattr(config, name)!r}")
+    chip, model = roofline.CHIPS[config.roofline], roofline.QWEN3[config.model]
+    return roofline.roofline_table(model, roofline.Draft(), chip, efficiency=config.efficiency, name=config.model)
+
+
+def measured(config: ProfileConfig) -> StepTimeTable:
+    """The table of this machine."""
+    target = load_target(config.model, dtype=config.dtype)
+    drafter = load_drafter(config.drafter, target, dtype=config.dtype)
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(config, f.name)}
+    engine = Engine(target, drafter, EngineConfig(**shared, profile_seconds=config.seconds))
+    for note in engine.notes:
+        print(note)
+    return engine.measure_step_times(print)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,13 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         config = load_toml(args.config, ProfileConfig, args.overrides)
-        target = load_target(config.model, dtype=config.dtype)
-        drafter = load_drafter(config.drafter, target, dtype=config.dtype)
-        shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(config, f.name)}
-        engine = Engine(target, drafter, EngineConfig(**shared, profile_seconds=config.seconds))
-        for note in engine.notes:
-            print(note)
-        table = engine.measure_step_times(print)
+        table = computed(config) if config.roofline else measured(config)
     except (ValueError, OSError) as error:
         print(f"profile_steps: {error}", file=sys.stderr)
         return 1

@@ -197,19 +197,22 @@ class StepTimeTable:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write JSON that `load` reads.
+        """Write JSON that `load` reads, a row a line.
 
         Raises:
             ValueError: an entry is infinite (JSON has no such number).
         """
-        content = _to_json(self, _CURVE + _ORIGIN)
-        if self.rows:
-            content["rows"] = [_to_json(row, _CURVE) for row in self.rows]
         try:
-            text = json.dumps(content, indent=1, allow_nan=False)
+            entries = [
+                f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
+                for name, value in _to_json(self, _CURVE + _ORIGIN).items()
+            ]
+            lines = [json.dumps(_to_json(row, _CURVE), allow_nan=False) for row in self.rows]
         except ValueError as error:
             raise ValueError(f"{path}: milliseconds: infinite entries cannot be saved") from error
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        if lines:
+            entries.append('"rows": [\n  ' + ",\n  ".join(lines) + "\n ]")
+        Path(path).write_text("{\n " + ",\n ".join(entries) + "\n}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimeTable:
