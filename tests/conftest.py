@@ -3,6 +3,9 @@
 Environment:
     DSPARK_TEST_PLATFORM  unset: tests run on the CPU, also where a GPU is present. ``default``: JAX chooses,
                           which `pytest -m gpu` needs on a GPU machine. Anything else becomes JAX_PLATFORMS.
+    DSPARK_TEST_XLA       ``quick``: XLA's CPU backend leaves out LLVM's costly passes, which takes a third off a run
+                          whose time goes into compiling tiny programs. ``full``: as users compile. Unset: ``full``
+                          where a marker whose programs are large is asked for (real_model, gpu, aot), else ``quick``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ from collections.abc import Iterator
 _PLATFORM = os.environ.get("DSPARK_TEST_PLATFORM", "cpu")
 if _PLATFORM != "default":
     os.environ["JAX_PLATFORMS"] = _PLATFORM
+# Worker processes see other arguments than the command did, so the choice is handed on.
+_LARGE = any(word in argument for argument in sys.argv for word in ("real_model", "gpu", "aot"))
+os.environ.setdefault("DSPARK_TEST_XLA", "full" if _LARGE or _PLATFORM != "cpu" else "quick")
+if os.environ["DSPARK_TEST_XLA"] == "quick":
+    _QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+    _GIVEN = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([*_GIVEN, *(flag for flag in _QUICK if flag not in _GIVEN)])
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

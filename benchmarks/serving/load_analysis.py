@@ -72,7 +72,8 @@ def paired_ratio(ours: Sequence[Cell], theirs: Sequence[Cell], seed: int = 0) ->
     rounds, parts = a.shape
     which = rng.integers(rounds, size=(RESAMPLES, rounds, 1))
     part = rng.integers(parts, size=(RESAMPLES, rounds, parts))
-    low, high = np.percentile(a[which, part].sum((1, 2)) / b[which, part].sum((1, 2)), [2.5, 97.5])
+    below = np.maximum(b[which, part].sum((1, 2)), 1e-9)  # very short cells have parts without a token
+    low, high = np.percentile(a[which, part].sum((1, 2)) / below, [2.5, 97.5])
     return float(a.sum() / b.sum()), float(low), float(high)
 
 

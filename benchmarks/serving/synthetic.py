@@ -16,7 +16,9 @@ The figure in the paper is a picture: the numbers of ``CONDITIONAL`` are assumpt
 Markov head keeps later positions about as likely as the first; code above mathematics above chat). A third party
 reports 3.41 tokens a cycle for the published drafter of Qwen3-8B (code, temperature 1). ``--conditional`` replaces
 them. MTP-1 gets the first position: a drafter as good as any at one token. SPREAD is the spread of texts as recorded
-from the shipped drafter (``spread_of``).
+from the shipped drafter: ``spread_of`` finds 0.24 in 32 greedy texts of 64 tokens, and 0.23 in made-up ones of that
+length with this value. TOKEN and RHO are assumptions. With them a block's confidences say more of the block two cycles
+later (correlation of their sums 0.5, part of it the mixture of kinds) than those texts do (0.06).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CONDITIONAL: Mapping[str, tuple[float, ...]] = {
     "math": (0.82, 0.80, 0.79, 0.79, 0.78, 0.78, 0.78),
     "chat": (0.68, 0.64, 0.62, 0.62, 0.61, 0.61, 0.61),
 }
-SPREAD, TOKEN, RHO = 0.5, 1.5, 0.5
+SPREAD, TOKEN, RHO = 0.3, 1.5, 0.5
 
 
 def synthetic(
