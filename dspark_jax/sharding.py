@@ -106,6 +106,16 @@ def cut_vocab(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[free] * (x.ndim - 1), axis))
 
 
+def entry(x: Array, index: Array) -> Array:
+    """``x[r, index[r]]`` of ``x [R, V]``. Where the vocabulary is cut every device looks among its own columns: a plain
+    look-up would gather whole rows first."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if RULES["vocab"] not in mesh.axis_names:
+        return x[jnp.arange(x.shape[0]), index]
+    own = jnp.arange(x.shape[1])[None, :] == index[:, None]
+    return jnp.max(jnp.where(own, cut_vocab(x), -jnp.inf), axis=1)
+
+
 def putter(mesh: Mesh | None) -> Callable[[np.ndarray, ParamSpec], Array]:
     """A function that places one host array on the default device (``mesh`` None) or across a mesh.
 

@@ -102,6 +102,11 @@ class NgramDrafter(flax.struct.PyTreeNode):
         tokens, index, log_q = (jnp.stack(column, axis=1) for column in by_row)
         return Proposal(tokens, index, log_q, jnp.stack(base))
 
+    @property
+    def lookback(self) -> int:
+        """The token before the anchor is what it remembers of a slot."""
+        return 1
+
     def row_logits(self, proposal: Proposal, place: Array) -> Array:
         """``[R, V]``: the logits that draft ``place [R]`` of each row was drawn from."""
         return base_row(proposal, place)

@@ -43,7 +43,12 @@ def serving(kind: str, devices: int, slots: int, cells: int) -> Serving:
 
 def size(tree: object) -> int:
     """Bytes on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    def part(x: jax.ShapeDtypeStruct) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)  # None: of one device
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(part, jax.tree.leaves(tree)))
 
 
 def assert_sound(exe: jax.stages.Compiled, devices: int, loops: int, states: int) -> None:
