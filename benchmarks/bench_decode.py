@@ -24,6 +24,7 @@ import numpy as np
 from report import environment, write
 
 from dspark_jax import Engine, EngineConfig, Request, Sampling, load_drafter, load_target
+from dspark_jax.data.prompts import read_prompts
 
 
 @dataclasses.dataclass
@@ -55,12 +56,6 @@ class Arm:
         self.tokens.append(len(text) - already)
         self.texts.append(text)
         self.committed += cycles[:-1] if reason == "length" else cycles
-
-
-def read_prompts(path: str, limit: int) -> list[str]:
-    """First turns of a JSONL file of ``turns``."""
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    return [line["turns"][0] for line in lines[:limit]]
 
 
 def build_arms(args: argparse.Namespace, target: Any, drafter: Any) -> list[Arm]:
@@ -112,11 +107,8 @@ def main() -> None:
     target = load_target(args.target)
     arms = build_arms(args, target, load_drafter(args.drafter, target))
     for i, prompt in enumerate(read_prompts(args.prompts, args.limit)):
-        text = target.tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
         request = Request(
-            prompt_ids=tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]),
+            prompt_ids=prompt.encode(target.tokenizer),
             max_new_tokens=args.max_new_tokens,
             sampling=Sampling(temperature=args.temperature),
             seed=i,

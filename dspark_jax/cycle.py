@@ -6,18 +6,20 @@ bucket. Targets, drafters and noise are arguments, so scripted ones drive the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.config import Sampling
 from dspark_jax.cycle_draws import DraftSampler, Static, decide, judge, target_law
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.kv_cache import write_rows
 from dspark_jax.layout import Layout, dense_layout, ragged_layout
 from dspark_jax.noise import NoiseKey
-from dspark_jax.sampling import SamplingRows, log_probs
+from dspark_jax.sampling import SamplingRows, log_probs, sampling_rows
 from dspark_jax.types import Array, PyTree
 from dspark_jax.verify import Commit, Verdict, commit
 
@@ -70,6 +72,37 @@ class DecodeState(flax.struct.PyTreeNode):
     def with_caches(self, other: DecodeState) -> DecodeState:
         """These small arrays, and the caches of ``other``."""
         return self.replace(target=other.target, draft=other.draft, ring=other.ring)
+
+
+def empty_rows(
+    target: TargetModel,
+    drafter: DrafterModel | None,
+    cells: int,
+    seeds: Array,
+    stop_ids: Array,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    coupled: bool,
+    rule_state: PyTree = None,
+) -> DecodeState:
+    """Idle slots with empty caches of ``cells``, one for each of ``seeds [B]``. ``stop_ids [N]`` are everybody's."""
+    rows = seeds.shape[0]
+    zeros = jnp.zeros(rows, jnp.int32)
+    return DecodeState(
+        length=zeros,
+        anchor=zeros,
+        active=jnp.zeros(rows, bool),
+        seed=seeds.astype(jnp.uint32),
+        cycle=zeros,
+        coupled=jnp.full(rows, coupled),
+        remaining=zeros + max_new_tokens,
+        stop_ids=jnp.broadcast_to(stop_ids[None, :], (rows, stop_ids.shape[0])),
+        sampling=sampling_rows(sampling, rows),
+        rule=rule_state,
+        target=target.init_cache(rows, cells),
+        draft=None if drafter is None else drafter.init(rows, cells),
+    )
 
 
 def _take(state: DecodeState, rows: int) -> DecodeState:

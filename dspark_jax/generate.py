@@ -18,7 +18,6 @@ from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal, drafts_of_block
 from dspark_jax.noise import distinct_seeds
-from dspark_jax.sampling import sampling_rows
 from dspark_jax.schedule.prefix import admit_early_stop_device, survival_device
 from dspark_jax.sharding import mesh_of, spread, tracing_on
 from dspark_jax.types import EMPTY, GREEDY_TEMPERATURE, Array, concrete
@@ -255,24 +254,20 @@ def start_rows(
     rule_state: Any = None,
 ) -> DecodeState:
     """Empty slots, one for each row."""
-    rows, longest = prompts.shape
+    longest = prompts.shape[1]
     # A piece of prefill writes whole pieces, a block its whole width: room for both past the last token.
     piece = min(longest, PREFILL_PIECE)
     cells = max(-(-longest // piece) * piece, longest + max_new_tokens) + width
-    zeros = jnp.zeros(rows, jnp.int32)
-    return DecodeState(
-        length=zeros,
-        anchor=zeros,
-        active=jnp.zeros(rows, bool),
-        seed=seeds,
-        cycle=zeros,
-        coupled=jnp.full(rows, coupled),
-        remaining=zeros + max_new_tokens,
-        stop_ids=jnp.broadcast_to(stop_ids[None, :], (rows, stop_ids.shape[0])),
-        sampling=sampling_rows(sampling, rows),
-        rule=rule_state,
-        target=target.init_cache(rows, cells),
-        draft=None if drafter is None else drafter.init(rows, cells),
+    return cycle.empty_rows(
+        target,
+        drafter,
+        cells,
+        seeds,
+        stop_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        coupled=coupled,
+        rule_state=rule_state,
     )
 
 

@@ -10,43 +10,30 @@ or damaged. Exit status: 0 done, 2 refused, 3 no room on the disk (what is writt
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
-from pathlib import Path
-
-import jax
 
 from dspark_jax import load_target
+from dspark_jax.command_line import begin_logging, exit_status, folder_parser, keep_programs_in
 from dspark_jax.config_toml import load_toml
 from dspark_jax.train.cached_teacher import build
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import is_disk_full
+from dspark_jax.train.folder import DiskFull, full_disk_is_said
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="of the training run")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the states")
+    parser = folder_parser(__doc__, config="of the training run", out="folder of the states")
     parser.add_argument("--records", type=int, default=0, help="of the first so many records a run reads; 0: all")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "compiled"))
-    try:
+    begin_logging()
+    keep_programs_in(args.out)
+
+    def act() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
-        count = build(config, load_target(config.target), args.out, args.records)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        print(f"stopped: {args.out}: no space left on the disk; make room and start again", file=sys.stderr)
-        return 3
-    print(f"{args.out}: teacher states of {count} records")
-    return 0
+        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+            count = build(config, load_target(config.target), args.out, args.records)
+        print(f"{args.out}: teacher states of {count} records")
+
+    return exit_status(act, DiskFull)
 
 
 if __name__ == "__main__":

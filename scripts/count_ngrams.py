@@ -10,17 +10,14 @@ certain draft. Both are exact, and at temperature 0 they are one.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import logging
 import sys
 from pathlib import Path
 
+from dspark_jax.command_line import begin_logging, exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data import ngrams
 from dspark_jax.data.records import Records
-
-LOG = logging.getLogger("dspark_jax.data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +38,20 @@ class CountConfig:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the drafter's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-    try:
+    args = folder_parser(__doc__, out="the drafter's folder").parse_args(argv)
+    begin_logging(quiet=())
+
+    def act() -> None:
         config = load_toml(args.config, CountConfig, args.set)
         records = Records(config.records)
         shape = ngrams.NgramConfig(records.meta["vocab_size"], config.order, config.successors, config.block_size)
         tables = ngrams.count(records, shape, least=config.least)
         source = {"records": len(records), "learnt_tokens": int(records.loss_mask.sum()), "least": config.least}
         ngrams.save(args.out, shape, tables, source)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    contexts = 0 if tables.second is None else len(tables.second)
-    print(f"{args.out}: order {config.order}, {source['learnt_tokens']} tokens, {contexts} trigram contexts")
-    return 0
+        contexts = 0 if tables.second is None else len(tables.second)
+        print(f"{args.out}: order {config.order}, {source['learnt_tokens']} tokens, {contexts} trigram contexts")
+
+    return exit_status(act)
 
 
 if __name__ == "__main__":

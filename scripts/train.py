@@ -10,49 +10,42 @@ room on the disk, a damaged file of cached teacher states), with the last checkp
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 from pathlib import Path
 
 import jax
 
 from dspark_jax import load_target
+from dspark_jax.command_line import begin_logging, exit_status, folder_parser, keep_programs_in
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import DiskFull, is_disk_full
+from dspark_jax.train.folder import DiskFull, full_disk_is_said
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="overrides one setting")
+    parser = folder_parser(__doc__, out="the run's folder")
     parser.add_argument("--export-only", type=Path, default=None, help="write the drafter of the last checkpoint here")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes: where the first one listens")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0, help="number of this process, from 0")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-    for noisy in ("absl", "orbax", "jax"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    begin_logging(quiet=("absl", "orbax", "jax"))
     if args.coordinator:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for runs on CPUs
         jax.distributed.initialize(args.coordinator, num_processes=args.processes, process_id=args.process)
-    jax.config.update("jax_compilation_cache_dir", str(args.out.absolute() / "compiled"))
-    try:
+    keep_programs_in(args.out)
+    made: list[Run] = []
+
+    def make() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
-        run = Run(config, load_target(config.target), args.out)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        print(f"stopped: {args.out}: no space left on the disk; make room and start again", file=sys.stderr)
-        return 3
+        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+            made.append(Run(config, load_target(config.target), args.out))
+
+    if status := exit_status(make, DiskFull):
+        return status
+    (run,) = made
     if args.export_only is not None:
         print(run.export(args.export_only))
         return 0

@@ -28,7 +28,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Files and folders that are part of a room with another name.
-ROOM_OF_FILE = {"cycle_draws": "cycle", "config_io": "config", "config_toml": "config", "drafter_io": "config"}
+ROOM_OF_FILE = {
+    "cycle_draws": "cycle",
+    "command_line": "config",
+    "config_io": "config",
+    "config_toml": "config",
+    "drafter_io": "config",
+}
 
 # These use the library as its users do, by its public names. No other room may import the package root.
 MAY_IMPORT_THE_ROOT = {"serve", "evaluate"}

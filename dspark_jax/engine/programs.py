@@ -194,8 +194,8 @@ class Programs:
     ) -> steps.Draft:
         """See ``steps.draft``; ``calibration [R, G]`` float32, ``least [R]`` and ``slots [R]`` int32. Call ``verify``
         before the next one."""
-        bare, base = state.replace(target=None, ring=None), self._last_proposal(state).base
-        draft = self._run(key, bare, base, np.int32(total), np.float32(threshold), calibration, least, slots)
+        numbers = np.int32(total), np.float32(threshold), calibration, least, slots
+        draft = self._run(key, _as_drafted(state), self._last_proposal(state).base, *numbers)
         self._proposal = draft.proposal
         return draft
 
@@ -352,8 +352,8 @@ class Programs:
             case "draft":
                 calibration = np.ones((key.slots, self.buckets.drafts), np.float32)
                 least, slots = np.zeros(key.slots, np.int32), np.arange(key.slots, dtype=np.int32)
-                bare, base = state.replace(target=None, ring=None), self._last_proposal(state).base
-                return bare, base, np.int32(0), np.float32(0.0), calibration, least, slots
+                numbers = np.int32(0), np.float32(0.0), calibration, least, slots
+                return _as_drafted(state), self._last_proposal(state).base, *numbers
             case "verify":
                 return state, self._last_proposal(state), np.zeros(self._slots, np.int32)
             case "absorb":
@@ -374,7 +374,7 @@ class Programs:
             return cycle.draft(drafter, state, num_drafts=self.buckets.drafts, static=self._static)
 
         with self._place.tracing():
-            return jax.eval_shape(propose, self._drafter, state.replace(target=None, ring=None))
+            return jax.eval_shape(propose, self._drafter, _as_drafted(state))
 
     def _try(self, key: Key, state: DecodeState) -> DecodeState:
         out = jax.block_until_ready(self._run(key, *self._example(key, state)))
@@ -392,6 +392,11 @@ def _timed(f: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     """What ``f`` returns, and the seconds it took."""
     begin = time.perf_counter()
     return f(*arguments), time.perf_counter() - begin
+
+
+def _as_drafted(state: DecodeState) -> DecodeState:
+    """The part of a state that drafting reads."""
+    return state.replace(target=None, ring=None)
 
 
 def _index(slot: int | None) -> np.int32:

@@ -19,7 +19,6 @@ from dspark_jax.cycle import DecodeState
 from dspark_jax.drafters.base import Proposal, Sampler, base_row, drafts_of_block
 from dspark_jax.layout import Layout
 from dspark_jax.logit_rule import LogitRule
-from dspark_jax.sampling import sampling_rows
 from dspark_jax.types import EMPTY, Array
 
 _GARBAGE = -7
@@ -205,20 +204,16 @@ def open_slots(
     known = jnp.full(rows, longest, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     cells = longest + max_new_tokens + (0 if drafter is None else drafts_of_block(drafter, num_drafts)) + 1
     zeros = jnp.zeros(rows, jnp.int32)
-    stop = jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32)
-    state = DecodeState(
-        length=zeros,
-        anchor=zeros,
-        active=zeros > 0,
-        seed=(jnp.arange(rows) if seeds is None else seeds).astype(jnp.uint32),
-        cycle=zeros,
-        coupled=jnp.full(rows, coupled),
-        remaining=zeros + max_new_tokens,
-        stop_ids=jnp.broadcast_to(stop[None, :], (rows, stop.shape[0])),
-        sampling=sampling_rows(sampling, rows),
-        rule=rule_state,
-        target=target.init_cache(rows, cells),
-        draft=None if drafter is None else drafter.init(rows, cells),
+    state = cycle.empty_rows(
+        target,
+        drafter,
+        cells,
+        jnp.arange(rows) if seeds is None else seeds,
+        jnp.asarray(tuple(stop_token_ids) or (EMPTY,), jnp.int32),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        coupled=coupled,
+        rule_state=rule_state,
     )
     static = cycle.Static(rule=rule)
     state, _ = cycle.prefill(target, drafter, state, prompts, known - 1, zeros > 0, static=static)

@@ -24,7 +24,7 @@ from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
 from dspark_jax.load import find_model
 from dspark_jax.train.answers import Talk, answer_all, asks
-from dspark_jax.train.folder import DiskFull, is_disk_full
+from dspark_jax.train.folder import full_disk_is_said
 
 LOG = logging.getLogger("dspark_jax.data")
 ANSWERS = "answers.jsonl"
@@ -95,15 +95,12 @@ def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str,
 
     Raises ValueError where the source is empty, or too small for the held-out set; DiskFull.
     """
-    try:
+    words = (
+        f"{folder}: no space left on the disk; answers made so far are kept, unfinished sets do not open. Make room "
+        "and start again"
+    )
+    with full_disk_is_said(words):
         return _prepare(config, target, Path(folder))
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        raise DiskFull(
-            f"{folder}: no space left on the disk; answers made so far are kept, unfinished sets do not open. Make "
-            "room and start again"
-        ) from error
 
 
 def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:

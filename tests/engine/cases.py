@@ -3,16 +3,19 @@ wrong cell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, EngineConfig, Request
+from dspark_jax.engine.adaptive import Lagged
+from dspark_jax.engine.step_times import StepTimes
 from dspark_jax.generate import generate
 from dspark_jax.nn.norm import rms_norm
 from dspark_jax.schedule import StepTimeTable
@@ -88,6 +91,27 @@ def fresh(engine: Engine, *, overlap: bool = True) -> Engine:
     engine.reset()
     engine.overlap = overlap
     return engine
+
+
+def as_new(engine: Engine, overlap: bool = True) -> Engine:
+    """The scheduler's engine without requests and without what its policy has learned."""
+    engine._policy = Lagged(engine.buckets.drafts)
+    engine._times = StepTimes(step_times(), measured=False)
+    return fresh(engine, overlap=overlap)
+
+
+def behind_draft(engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+    """Has ``act`` done between draft and verify of the cycle that is the ``number``-th to draft."""
+    draft, drafts = engine._draft, [0]
+
+    def draft_and_act(plan: Any) -> Any:
+        made = draft(plan)
+        drafts[0] += 1
+        if drafts[0] == number:
+            act()
+        return made
+
+    monkeypatch.setattr(engine, "_draft", draft_and_act)
 
 
 def random_requests(count: int, seed: int, **changes: Any) -> list[Request]:

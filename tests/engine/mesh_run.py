@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from tests import processes
+
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [7]]
 NEW = 10
 
@@ -106,19 +108,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--mesh", default="1x1")
-    parser.add_argument("--local-devices", type=int, default=1)
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
+    processes.add_flags(parser)
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.local_devices)
     jax.config.update("jax_enable_x64", True)
     # Process 0 alone would find its programs there, and then wait for the other for longer than Gloo does.
     jax.config.update("jax_enable_compilation_cache", False)
-    if args.coordinator:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    processes.join(args)
     data, model = map(int, args.mesh.split("x"))
     mesh = None
     if data * model > 1:

@@ -27,20 +27,13 @@ from tests.engine.cases import (
     BLOCK,
     VOCAB,
     Models,
+    as_new,
     engine_config,
     expected,
-    fresh,
     random_requests,
     run_all,
     step_times,
 )
-
-
-def as_new(engine: Engine, overlap: bool = True) -> Engine:
-    """Without requests and without what its policy has learned."""
-    engine._policy = Lagged(engine.buckets.drafts)
-    engine._times = StepTimes(step_times(), measured=False)
-    return fresh(engine, overlap=overlap)
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,18 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
-from tests.engine.cases import BLOCK, FORWARDS, VOCAB, WINDOW, Models, engine_config, expected, random_requests, run_all
+from tests.engine.cases import (
+    BLOCK,
+    FORWARDS,
+    VOCAB,
+    WINDOW,
+    Models,
+    behind_draft,
+    engine_config,
+    expected,
+    random_requests,
+    run_all,
+)
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -150,16 +161,7 @@ def test_cancelling_between_draft_and_verify_disturbs_nobody(fixed: Engine, monk
     requests = random_requests(4, seed=9, max_new_tokens=14)
     alone = [run_all(fixed, [request])[0] for request in requests]
     ids = [fixed.submit(request) for request in requests]
-    draft, drafts = fixed._draft, [0]
-
-    def draft_and_cancel(plan: Any) -> Any:
-        made = draft(plan)
-        drafts[0] += 1
-        if drafts[0] == 6:
-            fixed.cancel(ids[2])
-        return made
-
-    monkeypatch.setattr(fixed, "_draft", draft_and_cancel)
+    behind_draft(fixed, monkeypatch, 6, lambda: fixed.cancel(ids[2]))
     before, results = fixed.counters(), fixed.run()
     after = fixed.counters()
     assert results[ids[2]].finish_reason == "cancelled"

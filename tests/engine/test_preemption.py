@@ -11,20 +11,19 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
-from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.seeds import claim_seed
-from dspark_jax.engine.step_times import StepTimes
 from tests.engine.cases import (
     BLOCK,
     VOCAB,
     WINDOW,
     Models,
+    as_new,
+    behind_draft,
     engine_config,
     expected,
     fresh,
     random_requests,
     run_all,
-    step_times,
 )
 
 GREEDY = Sampling(0.0)
@@ -33,10 +32,10 @@ WIDTH = BLOCK + 1
 
 @pytest.fixture
 def lagged(lagged_engine: Engine, monkeypatch: Any) -> Engine:
-    """The scheduler's engine, without requests and without what its policy has learned."""
-    monkeypatch.setattr(lagged_engine, "_policy", Lagged(lagged_engine.buckets.drafts))
-    monkeypatch.setattr(lagged_engine, "_times", StepTimes(step_times(), measured=False))
-    return fresh(lagged_engine)
+    """The scheduler's engine, without requests and without what its policy has learned; it gets that back."""
+    for name in ("_policy", "_times"):
+        monkeypatch.setattr(lagged_engine, name, getattr(lagged_engine, name))
+    return as_new(lagged_engine)
 
 
 def preempted_at(engine: Engine, requests: list[Request], step: int, which: int) -> list[Any]:
@@ -95,18 +94,13 @@ def test_a_preemption_between_draft_and_verify_is_one_at_the_next_step(
     requests = random_requests(4, seed=32, max_new_tokens=14)
     want = expected(models, requests)
     ids = [fixed.submit(request) for request in requests]
-    draft, drafts = fixed._draft, [0]
 
-    def draft_and_preempt(plan: Any) -> Any:
-        made = draft(plan)
-        drafts[0] += 1
-        if drafts[0] == 6:
-            fixed.preempt(ids[0])
-            fixed.preempt(ids[3])
-            fixed.cancel(ids[3])
-        return made
+    def interrupt() -> None:
+        fixed.preempt(ids[0])
+        fixed.preempt(ids[3])
+        fixed.cancel(ids[3])
 
-    monkeypatch.setattr(fixed, "_draft", draft_and_preempt)
+    behind_draft(fixed, monkeypatch, 6, interrupt)
     results = fixed.run()
     for k in range(3):
         assert (results[ids[k]].tokens, results[ids[k]].committed, results[ids[k]].offered) == want[k]

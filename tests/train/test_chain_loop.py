@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,17 +33,7 @@ def test_an_interrupted_chain_equals_an_unbroken_one_bit_for_bit(
     whole = Run(config, target, tmp_path / "whole")
     whole.run()
 
-    broken = Run(config, target, tmp_path / "broken")
-    next_batch = broken._next_batch
-
-    def dies() -> Any:
-        if int(broken.state.step) == 2:
-            raise KeyboardInterrupt
-        return next_batch()
-
-    monkeypatch.setattr(broken, "_next_batch", dies)
-    with pytest.raises(KeyboardInterrupt):
-        broken.run()
+    tiny_run.interrupt(Run(config, target, tmp_path / "broken"), 2, monkeypatch)
     resumed = Run(config, target, tmp_path / "broken")
     assert int(resumed.state.step) == 2
     resumed.run()

@@ -35,17 +35,7 @@ def test_an_interrupted_run_equals_an_unbroken_one_bit_for_bit(tmp_path: Path, m
     whole.run()
     assert [line["step"] for line in _lines(tmp_path / "whole")] == [1, 2, 3, 4]
 
-    broken = Run(config, target, tmp_path / "broken")
-    next_batch = broken._next_batch
-
-    def dies() -> Any:
-        if int(broken.state.step) == 2:
-            raise KeyboardInterrupt
-        return next_batch()
-
-    monkeypatch.setattr(broken, "_next_batch", dies)
-    with pytest.raises(KeyboardInterrupt):
-        broken.run()
+    tiny_run.interrupt(Run(config, target, tmp_path / "broken"), 2, monkeypatch)
     resumed = Run(config, target, tmp_path / "broken")
     assert int(resumed.state.step) == 2 and int(resumed.state.cursor) == 4
     resumed.run()

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import processes
+
 VOCAB = 24
 
 
@@ -65,6 +67,22 @@ def config(folder: Path, count: int = 40, **changes: Any) -> Any:
     return dataclasses.replace(values, **changes)
 
 
+def interrupt(run: Any, step: int, monkeypatch: Any) -> None:
+    """Runs until ``step`` updates are done, and then as if somebody had pressed Ctrl-C."""
+    import pytest
+
+    next_batch = run._next_batch
+
+    def dies() -> Any:
+        if int(run.state.step) == step:
+            raise KeyboardInterrupt
+        return next_batch()
+
+    monkeypatch.setattr(run, "_next_batch", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+
+
 def chain(values: Any, method: str, **changes: Any) -> Any:
     """The same run of an EAGLE-3 or MTP drafter, its parameters averaged."""
     from dspark_jax.train.config import DrafterShape, LossConfig
@@ -84,19 +102,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--local-devices", type=int, default=1)
     parser.add_argument("--method", default="dspark")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
+    processes.add_flags(parser)
     args = parser.parse_args()
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.local_devices)
-    if args.coordinator:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(args.coordinator, num_processes=args.processes, process_id=args.process)
+    processes.join(args)
     from dspark_jax.train.loop import Run
 
     base = config(args.folder.parent, 100)
