@@ -40,10 +40,13 @@ class Lagged(Policy):
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         self._estimates.observe(cycle, scores)
 
+    def forget(self) -> None:
+        self._estimates.forget()
+
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
         return self._estimates.conditional(tenant)
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
         if costs is None:
             raise RuntimeError("an adaptive policy was asked before there are step times")
         self._estimates.advance(cycle)
@@ -52,10 +55,11 @@ class Lagged(Policy):
         counts = [t.left is None or self._estimates.fresh(t, cycle) for t in tenants]
         table, draft_ms = costs(counts)
         choice = self._choose(np.where(np.array(counts)[:, None], rows, 0.0), table, draft_ms)
-        self._judge(tenants, counts, rows[:, 0], choice)
+        if not crowded:
+            self._judge(tenants, counts, rows[:, 0], choice)
         if choice.drafts:
             return self._drafting(tenants, choice.drafts, costs)
-        if not self._probe.due():
+        if crowded or not self._probe.due():
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
         table, draft_ms = costs([True] * len(tenants))
         # What the largest program can verify: at least one draft of each, more of each where there is room.
@@ -116,8 +120,8 @@ class Current(Lagged):
 
     lagged, reads_back = False, True
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
-        decision = super().decide(cycle, tenants, costs)
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+        decision = super().decide(cycle, tenants, costs, crowded=crowded)
         if decision.drafts and not all(tenant.indifferent for tenant in tenants):
             return dataclasses.replace(decision, fallback=True)
         return decision

@@ -65,10 +65,19 @@ class Drift:
 
     def __init__(self, buckets: Buckets, correct: bool) -> None:
         self.buckets, self._correct = buckets, correct
+        self.begin()
+
+    def begin(self) -> None:
+        """With a table of which nothing is known."""
         self._all, self._said, self._silent_until = Mean(RATE_OF_ALL), 0.0, LEAST
         self._programs: dict[Key, Mean] = {}
         self._unread: deque[tuple[int, Key, float]] = deque()
         self._used: dict[int, dict[Key, float]] = {}  # corrections by cycle, until its measurement is known
+
+    def forget(self) -> None:
+        """Cycles begin at 0 again: what is unread is of none of them. The means stay."""
+        self._unread.clear()
+        self._used.clear()
 
     @property
     def ratio(self) -> float:

@@ -51,6 +51,7 @@ class Score:
     survival: np.ndarray  # [G] of its block, rows non-increasing
     offered: int  # drafts verified
     accepted: int
+    stay: int = 0  # ``Tenant.stays`` of that cycle
 
 
 class Confidences:
@@ -65,6 +66,10 @@ class Confidences:
         if scores:
             self._unread.append((cycle, list(scores)))
 
+    def forget(self) -> None:
+        """Cycles begin at 0 again: what is unread is of none of them. The averages stay."""
+        self._unread.clear()
+
     def advance(self, cycle: int) -> None:
         """Takes in what cycle ``cycle`` may know."""
         while self._unread and self._unread[0][0] <= cycle - LAG:
@@ -72,7 +77,8 @@ class Confidences:
 
     def _learn(self, cycle: int, scores: list[Score]) -> None:
         for score in scores:
-            score.tenant.score = (cycle, score.survival)
+            if score.stay == score.tenant.stays:  # else of before a preemption: it begins from the prior
+                score.tenant.score = (cycle, score.survival)
         mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
         self._average = 0.9 * self._average + 0.1 * mean
 
@@ -114,9 +120,10 @@ class Acceptances(Confidences):
             place = np.arange(self._average.size)
             tried = place < min(score.accepted + 1, score.offered)
             new = np.stack([tried & (place < score.accepted), tried]).astype(np.float64)
-            own = score.tenant.acceptances
-            score.tenant.acceptances = new if own is None else self.FORGET_OWN * own + new
-            score.tenant.score = (cycle, np.empty(0))
+            if score.stay == score.tenant.stays:
+                own = score.tenant.acceptances
+                score.tenant.acceptances = new if own is None else self.FORGET_OWN * own + new
+                score.tenant.score = (cycle, np.empty(0))
             self._all = np.where(tried, self.FORGET_ALL * self._all + new, self._all)
 
     def conditional(self, tenant: Tenant) -> np.ndarray:

@@ -108,6 +108,7 @@ class Ground:
             store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, planned, budget)))
             self._compile(self._planned, progress)
             self._times = obtain(lambda: self._measure(progress), store, progress, anew)
+            self._drift.begin()
             if self._refines:
                 self._compile(sizes_of(self._times.table, self._planned), progress)
         self._compile(self.buckets, progress)

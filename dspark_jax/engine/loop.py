@@ -73,6 +73,8 @@ class Engine(Tenancy):
         self._state = None  # frees the old one first
         self._vacate()
         self._cycle = 0
+        self._policy.forget()
+        self._drift.forget()
         self._error: BaseException | None = None
         self._state = self._programs.init_state()
 
@@ -159,7 +161,7 @@ class Engine(Tenancy):
             RuntimeError: requests are at work.
         """
         self._idle("warmup()")
-        self.prepare(progress or (lambda line: None))
+        self._prepare(progress)
 
     def measure_step_times(self, progress: Callable[[str], None] | None = None) -> StepTimeTable:
         """``warmup``, with step times measured anew and kept for the next start, whatever there was.
@@ -171,12 +173,19 @@ class Engine(Tenancy):
         self._idle("measure_step_times()")
         if not self._policy.timed:
             raise ValueError(f"mode {self.mode} does not decide by step times")
-        self.prepare(progress or (lambda line: None), anew=True)
+        self._prepare(progress, anew=True)
         return self._times.table  # type: ignore[union-attr]
 
     def _idle(self, what: str) -> None:
         if self.has_work():
             raise RuntimeError(f"{what} needs an idle engine")
+
+    def _prepare(self, progress: Callable[[str], None] | None, anew: bool = False) -> None:
+        try:
+            self.prepare(progress or (lambda line: None), anew)
+        except BaseException as error:
+            self._error = error  # the programs own the state while they run
+            raise
 
     def watch(self, watcher: Watcher) -> None:
         """Calls ``watcher`` with a ``CycleReport`` of every cycle, when it is settled."""
@@ -210,7 +219,8 @@ class Engine(Tenancy):
         # Pieces of prompts have taken their share of the step's tokens.
         spare = max(self.step_tokens - self._prefilling, len(working))
         costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
-        decision = self._policy.decide(self._cycle, working, costs)
+        crowded = self._prefilling > 0 and spare < self.buckets.tokens[slots][-1]
+        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded)
         self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 

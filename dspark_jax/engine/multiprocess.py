@@ -141,6 +141,7 @@ class SharedPrograms(Programs):
             match int(words[0]):
                 case n if n == START:
                     del state  # frees the old one first
+                    draft = None
                     state = self.init_state()
                 case n if n == COMPILE:
                     keys = [_key(words[i : i + 4]) for i in range(1, len(words), 4)]

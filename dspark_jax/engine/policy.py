@@ -64,8 +64,9 @@ class Policy:
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
-        """For the cycle that is about to run. ``costs``: None where there are no step times."""
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+        """For the cycle that is about to run. ``costs``: None where there are no step times. ``crowded``: prompts have
+        taken tokens of this step, so that what it leaves to drafts says nothing about their worth."""
         return Decision(self.drafts * len(tenants), np.zeros(len(tenants), np.int32))
 
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
@@ -82,11 +83,14 @@ class Policy:
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         """What a settled cycle that drafted says about its requests."""
 
+    def forget(self) -> None:
+        """All requests are gone, and cycles begin at 0 again."""
+
 
 class Plain(Policy):
     """No drafts at all (mode ``none``)."""
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
         return Decision(0, np.full(len(tenants), OUTSIDE, np.int32))
 
 

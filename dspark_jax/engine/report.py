@@ -103,8 +103,9 @@ class Reports:
             return []
         scored = [row for row in rows if inside[row]]
         return [
-            Score(plan.rows[row], survival[row], int(out.offered[row]), int(out.accepted[row]))  # type: ignore[arg-type]
+            Score(tenant, survival[row], int(out.offered[row]), int(out.accepted[row]), tenant.stays)
             for row in scored
+            if (tenant := plan.rows[row]) is not None
         ]
 
     def _count(

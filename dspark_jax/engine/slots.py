@@ -39,6 +39,7 @@ class Tenant:
     acceptances: np.ndarray | None = None  # [2, G] drafts accepted and tried
     low: int = 0  # cycles in a row in which its first draft was not worth its place
     trimmed: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)  # (place in tokens, drafts)
+    stays: int = 0  # how often it has lost its slot: scores of an earlier stay are not its own any more
     left: Any = None  # the ``Probe`` of a request that has left the draft batch
 
     @property
@@ -61,6 +62,7 @@ class Tenant:
         more of it than of a newcomer."""
         self.prefilled, self.decoding, self.again, self.held, self.whole = 0, False, [], 0, 0
         self.score, self.acceptances, self.low, self.trimmed, self.left = None, None, 0, [], None
+        self.stays += 1
 
     @property
     def indifferent(self) -> bool:

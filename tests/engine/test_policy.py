@@ -54,6 +54,21 @@ def test_capacity_uses_scores_that_are_two_cycles_old() -> None:
             assert policy.decide(cycle + 1, [t], costs_of(table)).drafts == wanted
 
 
+def test_no_one_is_judged_by_what_prompts_have_left_of_a_step() -> None:
+    """Ten cycles in which pieces of prompts leave no token to drafts: nobody leaves the draft batch, no probe is spent,
+    and the first cycle with room drafts as if they had not been. Were they judged, all would have left."""
+    full = step_times()
+    none = StepTimeTable(tokens=full.tokens[full.tokens <= 2], milliseconds=full.milliseconds[full.tokens <= 2])
+    for crowded in (True, False):
+        policy, tenants = Lagged(3), [tenant(0), tenant(1)]
+        for cycle in range(10):
+            decision = policy.decide(cycle, tenants, costs_of(none), crowded=crowded)
+            assert decision.drafts == 0 and (not crowded or not decision.probe)
+        assert [t.left is None for t in tenants] == [crowded, crowded]
+        after = policy.decide(10, tenants, costs_of(full))
+        assert (after.drafts > 0) == crowded
+
+
 def test_a_new_tenant_starts_from_the_average_of_all() -> None:
     """Never from what others or its slot saw in the last two cycles; older scores move the average."""
     policy, costs = Lagged(3), costs_of(step_times())

@@ -11,6 +11,7 @@ import pytest
 
 from dspark_jax.config import Sampling
 from dspark_jax.engine import Engine, Request
+from dspark_jax.engine.estimates import LAG
 from dspark_jax.engine.seeds import claim_seed
 from tests.engine.cases import (
     BLOCK,
@@ -154,6 +155,35 @@ def test_under_a_scheduler_a_resumed_request_starts_from_the_prior_and_its_text_
         if not engine.has_work():
             break
     assert [results[i].tokens for i in ids] == want
+
+
+def test_what_was_scored_before_a_preemption_is_not_believed_after_it(lagged: Engine) -> None:
+    """One of two loses its slot and is back at once, while its last cycles' scores are not yet read: they serve the
+    average, and it begins from the prior. Its first score is of a cycle that it was there again for."""
+    engine = lagged
+    one, _ = (engine.submit(Request([n], 24, GREEDY)) for n in (1, 2))
+    for _ in range(6):
+        engine.step()
+    assert all(tenant.score is not None for tenant in engine._slots)
+    engine.preempt(one)
+    back = engine._cycle
+    seen = []
+    while engine.has_work():
+        engine.step()
+        seen += [t.score[0] for t in engine._slots if t.id == one and t.stays and t.score is not None]
+    assert seen and min(seen) >= back
+
+
+def test_an_engine_that_was_reset_learns_as_a_new_one(lagged: Engine) -> None:
+    """The cycles of before are of no use to the new count: their scores are dropped, and newer ones are believed."""
+    for _ in range(2):
+        engine = fresh(lagged)
+        engine.submit(Request([1], 20, GREEDY))
+        for _ in range(7):
+            engine.step()
+        (tenant,) = engine._slots
+        assert tenant.score is not None and tenant.score[0] == engine._cycle - 1 - LAG
+        assert len(engine._policy._estimates._unread) <= LAG + 1
 
 
 def test_numbers_are_not_given_away_while_their_owner_waits_or_his_rival_runs(lagged: Engine) -> None:

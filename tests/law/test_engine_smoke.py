@@ -54,8 +54,8 @@ def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
 class Unguarded(Current):
     """A request's block is verified where its own second draft looks likely: that looks past the first one."""
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None) -> Decision:
-        return dataclasses.replace(super().decide(cycle, tenants, costs), fallback=False)
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, **options: Any) -> Decision:
+        return dataclasses.replace(super().decide(cycle, tenants, costs, **options), fallback=False)
 
     def lengths(
         self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
