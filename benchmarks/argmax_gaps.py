@@ -73,10 +73,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out")
     args = parser.parse_args()
+    try:
+        asked = read_prompts(args.prompts, args.limit)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     start = environment()
     target = dspark_jax.load_target(args.target, dtype=args.dtype)
     drafter = dspark_jax.load_drafter(args.drafter, target, dtype=args.dtype)
-    prompts = [p.encode(target.tokenizer) for p in read_prompts(args.prompts, args.limit)]
+    prompts = [p.encode(target.tokenizer) for p in asked]
     width = max(map(len, prompts))
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):

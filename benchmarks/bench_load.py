@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,11 @@ def main(arguments: list[str] | None = None) -> int:
     todo = [cell for cell in planned if cell not in done]
     if todo or (args.traces and not traces.is_file()):
         enable_compilation_cache(args.compilation_cache_dir, print)
-        run = Run(args, arms, log)
+        try:
+            run = Run(args, arms, log)
+        except (ValueError, OSError) as error:
+            print(f"bench_load: {error}", file=sys.stderr)
+            return 2
         if not any("prompt_ms" in line for line in cells):
             cells.append({"prompt_ms": run.prompts_ms()})
             append(log, cells[-1])

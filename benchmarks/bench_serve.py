@@ -251,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = asyncio.run(measure(args))
     except (RuntimeError, ValueError, OSError, httpx.HTTPError) as error:
-        print(f"bench_serve: {error}", file=sys.stderr)
+        base = args.base_url or f"http://{args.host}:{args.port}"
+        what = f"{base}: no answer ({error}); is the server up, and is this its address?"
+        print(f"bench_serve: {what if isinstance(error, httpx.TransportError) else error}", file=sys.stderr)
         return 1
     print(show(result, args))
     first = next((error for error in result.get("errors", ()) if error), None)

@@ -125,6 +125,8 @@ def main() -> None:
     parser.add_argument("--rolled-out-what", default="", help="how those were measured")
     parser.add_argument("--out", type=Path, required=True, help="result without ending: OUT.json and OUT.png")
     args = parser.parse_args()
+    if not (args.run / "metrics.jsonl").is_file():
+        parser.error(f"{args.run}: no metrics.jsonl here; --run takes the --out of scripts/train.py")
     text = (args.run / "metrics.jsonl").read_text(encoding="utf-8")
     points = held_out([json.loads(line) for line in text.split("\n")[:-1] if line.strip()])
     if not points:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
+def positive(text: str) -> tuple[int, ...]:
+    found = integers(text)
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"positive numbers are expected, found {text!r}")
+    return found
+
+
 def floats(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",") if part.strip())
 
@@ -61,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     curves.add_argument("--step-time", required=True, help="a StepTimeTable file")
     curves.add_argument("--measured", action="store_true", help="the table was measured by an engine")
     curves.add_argument("--context", type=int, default=1024, help="cache cells a request")
-    curves.add_argument("--loads", type=integers, default=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000))
+    curves.add_argument("--loads", type=positive, default=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000))
     curves.add_argument("--rates", type=floats, default=(), help="Poisson arrivals, requests per second")
     curves.add_argument("--poisson-seconds", type=float, default=600.0)
     curves.add_argument("--fixed", type=integers, default=(1, 3, 5, 7))
@@ -229,8 +237,18 @@ def validation_markdown(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a study and writes OUT.json and OUT.md, curves also OUT.png. Returns the exit status."""
+    """Runs a study and writes OUT.json and OUT.md, curves also OUT.png. Returns the exit status: 1 where a validation
+    fails, 2 for input that is wrong."""
     args = parse(arguments)
+    try:
+        return study(args)
+    except (ValueError, OSError) as error:
+        print(f"simulate_serving: {error}", file=sys.stderr)
+        return 2
+
+
+def study(args: argparse.Namespace) -> int:
+    """See ``main``."""
     start = environment()
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_toml(args.config, ProfileConfig, args.overrides)
         table = computed(config) if config.roofline else measured(config)
+        if config.out:
+            table.save(Path(config.out))
     except (ValueError, OSError) as error:
         print(f"profile_steps: {error}", file=sys.stderr)
         return 1
@@ -88,7 +90,6 @@ def main(arguments: list[str] | None = None) -> int:
         steps = ", ".join(f"{t}: {ms:.1f}" for t, ms in zip(row.tokens, row.milliseconds, strict=True))
         print(f"{row.slots} slots, context {row.context_tokens}: draft {row.draft_ms:.1f} ms; ms by tokens {steps}")
     if config.out:
-        table.save(Path(config.out))
         print(f"written to {config.out}")
     return 0
 

@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0, help="number of this process, from 0")
     args = parser.parse_args(argv)
+    if args.processes != 1 and not args.coordinator:
+        parser.error("--processes needs --coordinator HOST:PORT, where the first one listens")
     begin_logging(quiet=("absl", "orbax", "jax"))
     if args.coordinator:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for runs on CPUs

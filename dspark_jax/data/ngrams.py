@@ -70,6 +70,8 @@ def count(records: Records, config: NgramConfig, *, least: int = 2) -> NgramTabl
 
     Raises ValueError where no token is learnt, or a token lies beyond the vocabulary.
     """
+    if least < 1:
+        raise ValueError(f"least must be positive, found {least}")
     tokens = np.asarray(records.tokens, np.int64)
     if len(tokens) and tokens.max() >= config.vocab_size:
         raise ValueError(f"{records.path}: token {tokens.max()} is beyond the vocabulary of {config.vocab_size}")

@@ -18,16 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import cycle
-from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState, Static, TargetModel
 from dspark_jax.drafters.base import DrafterModel, Proposal
 from dspark_jax.engine import copies, steps
 from dspark_jax.engine.buckets import Buckets, Key, Piece
 from dspark_jax.engine.placement import Placement
 from dspark_jax.engine.prefix_cache import BLOCK
-from dspark_jax.engine.slots import Tenant
-from dspark_jax.sampling import sampling_row
-from dspark_jax.types import EMPTY, Array
+from dspark_jax.engine.slot_arrays import SlotArrays
+from dspark_jax.types import Array
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class Programs:
         static: Static,
     ) -> None:
         self._target, self._drafter, self.buckets = target, drafter, buckets
-        self._slots, self._stop_ids = slots, stop_ids
+        self._slots, self.arrays = slots, SlotArrays(stop_ids)
         self._rule, self._max_positions, self._static = rule, max_positions, static
         self._place = Placement(target, drafter)
         self._table: dict[Key, Callable[..., Any]] = {}
@@ -80,7 +78,7 @@ class Programs:
 
     def _fresh(self) -> DecodeState:
         slots, cells = self._slots, self.buckets.cells
-        return self._everywhere(self.idle()).replace(
+        return self._everywhere(self.arrays.idle()).replace(
             target=self._target.init_cache(slots, cells),
             draft=None if self._drafter is None else self._drafter.init(slots, cells),
             ring=self._ring(),
@@ -94,60 +92,6 @@ class Programs:
     def _everywhere(self, values: DecodeState) -> DecodeState:
         """The small arrays of all slots, alike."""
         return jax.tree.map(lambda a: jnp.broadcast_to(jnp.asarray(a), (self._slots, *np.shape(a))).copy(), values)
-
-    def idle(self) -> DecodeState:
-        """The small arrays of an idle slot.
-
-        Its temperature is 0, so that a batch of greedy requests skips the noise although slots are idle: the tests
-        for that ask *all* rows. Nothing divides by it (``log_probs`` takes 1 for greedy rows), every row reads its
-        own settings only, and padding tokens those of a row whose results are dropped. So no value here could reach a
-        real row; tests/law/test_layouts.py tries wild ones at temperature > 0.
-        """
-        return self._small(0, False, 0, 0.0, 0, 1.0, 0.0, ())
-
-    def values(self, tenant: Tenant, length: int = 0, *, resumed: bool = False) -> DecodeState:
-        """The small arrays of a slot that holds ``length`` tokens of its tenant's text. ``resumed``: all of it, and
-        the tenant goes on decoding where it was interrupted."""
-        request, s = tenant.request, tenant.request.sampling
-        small = self._small(
-            tenant.seed,
-            request.coupled,
-            request.limit - len(tenant.tokens),
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.min_p,
-            request.stop_ids,
-        ).replace(length=np.int32(length))
-        if not resumed:
-            return small
-        return small.replace(anchor=np.int32(tenant.tokens[-1]), active=np.bool_(True), cycle=np.int32(tenant.cycle))
-
-    def _small(
-        self,
-        seed: int,
-        coupled: bool,
-        remaining: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        stops: Sequence[int],
-    ) -> DecodeState:
-        stop_ids = np.full(self._stop_ids, EMPTY, np.int32)
-        stop_ids[: len(stops)] = stops
-        values: dict[str, Any] = {
-            "length": np.int32(0),
-            "anchor": np.int32(0),
-            "active": np.bool_(False),
-            "seed": np.uint32(seed),
-            "cycle": np.int32(0),
-            "coupled": np.bool_(coupled),
-            "remaining": np.int32(remaining),
-            "stop_ids": stop_ids,
-            "sampling": sampling_row(Sampling(temperature, top_k, top_p, min_p)),
-        }
-        return DecodeState(**values, rule=None, target=None, draft=None)
 
     # Calls
 
@@ -169,7 +113,7 @@ class Programs:
 
     def _copy(self, state: DecodeState, **job: Any) -> tuple[DecodeState, Array]:
         wanted = copies.job(self.buckets.cells // BLOCK, **job)
-        state, _, sound = self._run(Key("copy"), state, self._store, wanted, self.idle())
+        state, _, sound = self._run(Key("copy"), state, self._store, wanted, self.arrays.idle())
         return state, sound
 
     def prefill(
@@ -223,7 +167,7 @@ class Programs:
     def rehearse(self, key: Key, state: DecodeState) -> tuple[DecodeState, float]:
         """Runs a draft, verify or plain program in full use: every slot samples, the context is full, as many drafts
         are admitted as fit. Returns the state, and the seconds it took. ``rest`` makes the state idle again."""
-        busy = self._small(1, False, 2**30, 1.0, 0, 1.0, 0.0, ())
+        busy = self.arrays.busy()
         length = np.int32(max(key.context - self.buckets.width - 1, 0))
         small = self._place.put(self._everywhere(busy.replace(length=length, active=np.bool_(True))))
         state = small.with_caches(state)
@@ -237,7 +181,7 @@ class Programs:
 
     def rest(self, state: DecodeState) -> DecodeState:
         """All slots idle; the caches stay as they are."""
-        small = self._place.put(self._everywhere(self.idle()))
+        small = self._place.put(self._everywhere(self.arrays.idle()))
         return small.with_caches(state)
 
     # Compilation
@@ -343,9 +287,9 @@ class Programs:
         """Arguments behind the weights that change nothing when run on idle slots."""
         match key.kind:
             case "admit":
-                return state, np.int32(0), self.idle()
+                return state, np.int32(0), self.arrays.idle()
             case "copy":
-                return state, self._store, copies.job(self.buckets.cells // BLOCK), self.idle()
+                return state, self._store, copies.job(self.buckets.cells // BLOCK), self.arrays.idle()
             case "prefill":
                 tokens = np.zeros((1, key.tokens), np.int32)
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)

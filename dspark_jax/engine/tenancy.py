@@ -107,7 +107,7 @@ class Tenancy(Ground):
                 self._counters.add("prefix_cache_queries", len(text))
                 self._counters.add("prefix_cache_hits", tenant.cached)
         start = max(len(found) * BLOCK - self._lookback, 0)
-        self._state = self._programs.admit(self._state, tenant.slot, self._programs.values(tenant, start))
+        self._state = self._programs.admit(self._state, tenant.slot, self._programs.arrays.values(tenant, start))
         if found:
             self._state = self._programs.load(self._state, tenant.slot, 0, [block.row for block in found])
             # The tokens looked back on are absorbed without those before them, which spoils their own cells.
@@ -130,7 +130,7 @@ class Tenancy(Ground):
         self._prefilling += piece.size
         self._counters.prefill(piece)
         if last and resumed:
-            values = self._programs.values(tenant, len(text), resumed=True)
+            values = self._programs.arrays.values(tenant, len(text), resumed=True)
             self._state = self._programs.admit(self._state, slot, values)
             tenant.decoding = True
         elif last:
@@ -179,7 +179,7 @@ class Tenancy(Ground):
     def _vacate_slot(self, tenant: Tenant) -> None:
         """Frees the slot, on the device too: an idle row costs its neighbours nothing."""
         slot = self._slots.release(tenant)
-        self._state = self._programs.admit(self._state, slot, self._programs.idle())
+        self._state = self._programs.admit(self._state, slot, self._programs.arrays.idle())
 
     # -- prefixes --------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     import dspark_jax
     from dspark_jax import engine as engine_module
 
-    join(args)
+    join(args, say)
     say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
     mesh = _mesh(args)
     quantization = {} if args.quantization is None else {"quantization": args.quantization}
@@ -131,7 +131,7 @@ class Finished(Exception):
     """This process followed process 0, which has ended."""
 
 
-def join(args: ServeArgs) -> None:
+def join(args: ServeArgs, say: Say) -> None:
     """Meets the other processes, before any device is touched. Nothing where there is one process."""
     import jax
 
@@ -141,6 +141,8 @@ def join(args: ServeArgs) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
         jax.config.update("jax_enable_compilation_cache", False)
+    others = "the other processes" if args.node_rank == 0 else "process 0"
+    say(f"waiting for {others} at {args.master_addr}:{args.master_port}")
     jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", args.nnodes, args.node_rank)
 
 

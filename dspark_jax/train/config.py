@@ -45,6 +45,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.anchors % self.rounds:
             raise ValueError(f"anchors = {self.anchors} cannot be shared among rounds = {self.rounds}")
+        for name in ("length", "batch", "anchors", "heldout_anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("anchors", "heldout_anchors"):
+            if getattr(self, name) > self.length:
+                raise ValueError(f"{name} = {getattr(self, name)} blocks do not begin at {self.length} tokens (length)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +93,12 @@ class DrafterShape:
             return
         heads = ("markov_rank", "bigram_start", "confidence_head")
         extra = [f"{name} = {getattr(self, name)}" for name in heads if getattr(self, name)]
+        extra += [f"markov_head = {self.markov_head}"] if self.markov_head != "vanilla" else []
         if extra:
             raise ValueError(
-                f"{self.method} drafters have neither Markov nor confidence head, found {', '.join(extra)}: set "
-                "markov_rank = 0, bigram_start = false, confidence_head = false"
+                f"method = {self.method}: such drafters have neither Markov nor confidence head, found "
+                f"{', '.join(extra)}: set markov_rank = 0, bigram_start = false, confidence_head = false, and leave "
+                "markov_head out"
             )
 
 
