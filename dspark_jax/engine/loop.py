@@ -219,7 +219,7 @@ class Engine(Tenancy):
         # Pieces of prompts have taken their share of the step's tokens.
         spare = max(self.step_tokens - self._prefilling, len(working))
         costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
-        crowded = self._prefilling > 0 and spare < self.buckets.tokens[slots][-1]
+        crowded = self._prefilling > 0 and spare < max(self.buckets.tokens[slots], default=0)
         decision = self._policy.decide(self._cycle, working, costs, crowded=crowded)
         self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
