@@ -20,6 +20,7 @@ import roofline
 from published import RANK, TARGETS
 from report import environment, write
 
+from pallas_kernels import triton_call
 from pallas_kernels.markov_sample import Block, Head, markov_sample
 from pallas_kernels.verify import Rows, row_statistics
 
@@ -74,7 +75,8 @@ def main() -> None:
     if args.shape != "tiny":
         config = TARGETS[args.shape]
         size = {"vocab": config.vocab_size, "d": config.hidden_size, "rank": RANK}
-    backends = {"cpu": (), "gpu": ("mosaic_gpu",), "tpu": ("tpu",)}[jax.default_backend()]
+    triton = () if triton_call.missing() else ("triton",)
+    backends = {"cpu": (), "gpu": ("mosaic_gpu", *triton), "tpu": ("tpu",)}[jax.default_backend()]
     h200 = "H200" in jax.devices()[0].device_kind
     ceilings = roofline.DEVICES["h200-sxm" if h200 else "h100-sxm"]
     table = []

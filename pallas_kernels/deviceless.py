@@ -1,4 +1,4 @@
-"""Compiling for an H100 or a TPU on a machine that has neither.
+"""Compiling for an H100, an A100 or a TPU on a machine that has none of them.
 
 The plugin wheels (extras ``aot`` and ``aot_tpu``) carry the real compilers; only a description of the device is
 needed. JAX_PLATFORMS=cpu must be set before jax is imported, else the plugins look for a device and stay away.
@@ -35,27 +35,41 @@ H100 = {
     "l2_cache_size": 52428800,
     "clock_rate_ghz": 1.98,
 }
-_NAME = "NVIDIA H100 80GB HBM3"
+# The same of the A100 SXM with 80 GB, where they differ.
+A100 = {
+    **H100,
+    "shared_memory_per_core": 167936,
+    "shared_memory_per_block_optin": 166912,
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "memory_bandwidth": 2039000000000,
+    "device_memory_size": 84987740160,
+    "l2_cache_size": 41943040,
+    "clock_rate_ghz": 1.41,
+}
+# Name of the device, compute capability, figures.
+_CARDS = {"H100": ("NVIDIA H100 80GB HBM3", 9, H100), "A100": ("NVIDIA A100-SXM4-80GB", 8, A100)}
 
 
-def _h100_config(toolkit: tuple[int, int, int]) -> str:
+def _gpu_config(card: str, toolkit: tuple[int, int, int]) -> str:
     """XLA's GpuTargetConfigProto in text form."""
-    facts = "\n".join(f"  {key}: {value}" for key, value in H100.items())
+    name, major, figures = _CARDS[card]
+    facts = "\n".join(f"  {key}: {value}" for key, value in figures.items())
     dotted = ".".join(map(str, toolkit))
     return f"""
 gpu_device_info {{
 {facts}
-  cuda_compute_capability {{ major: 9 minor: 0 }}
+  cuda_compute_capability {{ major: {major} minor: 0 }}
   driver_version: "{dotted}"
   runtime_version: "{dotted}"
   compile_time_toolkit_version: "{dotted}"
   device_vendor: "NVIDIA Corporation"
-  name: "{_NAME}"
+  name: "{name}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
 runtime_version {{ major: {toolkit[0]} minor: {toolkit[1]} patch: {toolkit[2]} }}
-device_description_str: "{_NAME}"
+device_description_str: "{name}"
 """
 
 
@@ -76,9 +90,14 @@ def missing_tpu() -> str | None:
 
 def h100_mesh(devices: int = 1, axis: str = "model") -> Mesh:
     """A mesh of H100s in one host, for compiling only."""
+    return gpu_mesh("H100", devices, axis)
+
+
+def gpu_mesh(card: str, devices: int = 1, axis: str = "model") -> Mesh:
+    """A mesh of GPUs (``H100`` or ``A100``) in one host, for compiling only."""
     toolkit = (13, 0, 0) if importlib.util.find_spec("jax_cuda13_plugin") else (12, 9, 0)
     topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=_h100_config(toolkit), topology=f"1x1x{devices}"
+        "", platform="cuda", target_config=_gpu_config(card, toolkit), topology=f"1x1x{devices}"
     )
     return topologies.make_mesh(topology, (devices,), (axis,))
 

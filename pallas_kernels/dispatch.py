@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-BACKENDS = ("xla", "mosaic_gpu", "tpu")
+BACKENDS = ("xla", "mosaic_gpu", "triton", "tpu")
 
 
 class BackendError(ValueError):
@@ -12,10 +12,11 @@ class BackendError(ValueError):
 
 
 _HOPPER = ("H100", "H200", "H800", "H20")
+_AMPERE = ("A100", "A800", "A30", "A40", "A10", "L4", "L20", "RTX A", "RTX 30", "RTX 40", "Ada Generation")
 
 
 def device_kind() -> str:
-    """``hopper``, ``tpu`` or ``other``: what the device that is traced for is to a kernel.
+    """``hopper``, ``ampere`` (Ada too), ``tpu`` or ``other``: what the device that is traced for is to a kernel.
 
     That is the one an abstract mesh describes (a program compiled for a device that is not here), else the default
     device. A mesh of several devices is ``other``: no kernel is cut for them.
@@ -27,16 +28,20 @@ def device_kind() -> str:
         name = mesh.abstract_device.device_kind
         if name.startswith("TPU"):
             return "tpu"
-        return "hopper" if any(card in name for card in _HOPPER) else "other"
+        if any(card in name for card in _HOPPER):
+            return "hopper"
+        return "ampere" if any(card in name for card in _AMPERE) else "other"
     if jax.default_backend() == "tpu":
         return "tpu"
     if jax.default_backend() == "gpu":
         capability = getattr(jax.devices()[0], "compute_capability", None)
-        return "hopper" if capability == "9.0" else "other"
+        return {"8": "ampere", "9": "hopper"}.get(str(capability).split(".")[0], "other")
     return "other"
 
 
-_NATIVE = {"mosaic_gpu": "hopper", "tpu": "tpu"}
+# Where a backend is taken unasked, and where it runs if it is named.
+_NATIVE = {"mosaic_gpu": "hopper", "triton": "ampere", "tpu": "tpu"}
+_RUNS_ON = {"mosaic_gpu": ("hopper",), "triton": ("ampere", "hopper"), "tpu": ("tpu",)}
 
 
 def choose(
@@ -78,9 +83,11 @@ def choose(
     refusal = refusals[implementation]
     if refusal is not None:
         raise BackendError(f"{op}: backend {implementation!r} cannot run this: {refusal}; implementation='xla' can")
-    if not (interpret or aot) and device_kind() != _NATIVE[implementation]:
+    if not (interpret or aot) and device_kind() not in _RUNS_ON[implementation]:
+        kinds = " or ".join(_RUNS_ON[implementation])
+        article = "an" if kinds.startswith("a") else "a"
         raise BackendError(
-            f"{op}: backend {implementation!r} needs a {_NATIVE[implementation]} device, the default one is "
+            f"{op}: backend {implementation!r} needs {article} {kinds} device, the default one is "
             f"{jax.devices()[0].device_kind!r}; implementation='xla' runs here"
         )
     return implementation

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.markov_sample import mosaic_gpu, reference, tpu
+from pallas_kernels.markov_sample import mosaic_gpu, reference, tpu, triton_gpu
 from pallas_kernels.markov_sample.spec import Array, Block, Head, Sampled, confidence_logits, markov_input, scale
 
 StepFn = Callable[..., tuple[Array, Array, Array]]
@@ -25,7 +25,11 @@ def backend(
     spread: bool = False,
 ) -> str:
     """The backend that ``markov_sample`` would run. ``spread``: the arguments live on several devices."""
-    refusals = {"mosaic_gpu": mosaic_gpu.refuses(head, block), "tpu": tpu.refuses(head, block)}
+    refusals = {
+        "mosaic_gpu": mosaic_gpu.refuses(head, block),
+        "triton": triton_gpu.refuses(head, block, interpret),
+        "tpu": tpu.refuses(head, block),
+    }
     ready = interpret is not None
     return choose("markov_sample", implementation, refusals, interpret=ready, aot=aot, spread=spread)
 
@@ -40,8 +44,10 @@ def markov_sample(
     rows that ask for them need the whole row and take the plain path of the decoding library.
 
     Args:
-        implementation: None (by device, else XLA), ``xla``, ``mosaic_gpu`` (Hopper) or ``tpu``.
-        interpret: parameters of the backend's interpreter, to run its kernel on a CPU.
+        implementation: None (by device, else XLA), ``xla``, ``mosaic_gpu`` (Hopper), ``triton`` (Ampere to Hopper,
+            jax-triton installed) or ``tpu``.
+        interpret: parameters of the backend's interpreter, to run its kernel on a CPU; ``triton``: see
+            ``triton_call.call``.
         aot: the program is compiled for a device that is not here.
 
     Returns:
@@ -55,6 +61,8 @@ def markov_sample(
         step: StepFn = reference.make_step(head, block)
     elif name == "mosaic_gpu":
         step = mosaic_gpu.make_step(head, block, interpret)
+    elif name == "triton":
+        step = triton_gpu.make_step(head, block, interpret)
     else:
         step = tpu.make_step(head, block, interpret)
     return _scan(head, block, step)

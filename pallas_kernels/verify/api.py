@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels import noise
 from pallas_kernels.dispatch import choose
-from pallas_kernels.verify import mosaic_gpu, reference, tpu
+from pallas_kernels.verify import mosaic_gpu, reference, tpu, triton_gpu
 from pallas_kernels.verify.spec import RESIDUAL_FLOOR, SOUND_ABOVE, Array, Outcome, Requests, Rows, RowStatistics
 
 QRow = Callable[[Array], Array]
@@ -23,7 +23,11 @@ def backend(
     rows: Rows, *, implementation: str | None = None, interpret: Any = None, aot: bool = False, spread: bool = False
 ) -> str:
     """The backend that ``verify`` would run. ``spread``: the arguments live on several devices."""
-    refusals = {"mosaic_gpu": mosaic_gpu.refuses(rows), "tpu": tpu.refuses(rows)}
+    refusals = {
+        "mosaic_gpu": mosaic_gpu.refuses(rows),
+        "triton": triton_gpu.refuses(rows, interpret),
+        "tpu": tpu.refuses(rows),
+    }
     return choose("verify", implementation, refusals, interpret=interpret is not None, aot=aot, spread=spread)
 
 
@@ -33,8 +37,10 @@ def row_statistics(
     """The target's own choice, log-sum-exp and log-probability of the drafted token, for every flat row.
 
     Args:
-        implementation: None (by device, else XLA), ``xla``, ``mosaic_gpu`` (Hopper) or ``tpu``.
-        interpret: parameters of the backend's interpreter. aot: compiled for a device that is not here.
+        implementation: None (by device, else XLA), ``xla``, ``mosaic_gpu`` (Hopper), ``triton`` (Ampere to Hopper,
+            jax-triton installed) or ``tpu``.
+        interpret: parameters of the backend's interpreter (``triton``: see ``triton_call.call``). aot: compiled for a
+            device that is not here.
 
     Raises:
         BackendError: the named backend cannot run this.
@@ -42,6 +48,8 @@ def row_statistics(
     name = backend(rows, implementation=implementation, interpret=interpret, aot=aot)
     if name == "mosaic_gpu":
         return mosaic_gpu.row_statistics(rows, interpret)
+    if name == "triton":
+        return triton_gpu.row_statistics(rows, interpret)
     if name == "tpu":
         return tpu.row_statistics(rows, interpret)
     return reference.row_statistics(rows)

@@ -153,7 +153,7 @@ def test_naming_a_backend_means_that_one_or_an_error_with_the_reason() -> None:
     head, block = case()
     with pytest.raises(BackendError, match="needs a hopper device"):
         markov_sample(head, block, implementation="mosaic_gpu")
-    with pytest.raises(BackendError, match="no backend 'cuda'; known: xla, mosaic_gpu, tpu"):
+    with pytest.raises(BackendError, match="no backend 'cuda'; known: xla, mosaic_gpu, triton, tpu"):
         markov_sample(head, block, implementation="cuda")
     wide = head._replace(w2=jnp.zeros((300, 100), jnp.bfloat16))
     with pytest.raises(BackendError, match="rank is 100"):
