@@ -114,9 +114,13 @@ class Engine(Tenancy):
             self._asked.add(request_id)
 
     def follow(self) -> None:
-        """Runs what process 0 decides, until it ends. For every other process of a ``link``."""
-        state, self._state = self._state, None
-        self._programs.follow(state)  # type: ignore[attr-defined]
+        """Runs what process 0 decides, until it ends. For every other process of a ``link``.
+
+        Raises:
+            ConnectionError: process 0 is gone.
+        """
+        self._state = None  # the first thing that process 0 says is to make one
+        self._programs.follow()  # type: ignore[attr-defined]
 
     def has_work(self) -> bool:
         """A step would do something or return an event."""

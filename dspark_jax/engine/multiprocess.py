@@ -10,8 +10,10 @@ The integers go over a socket and not through the devices, where they would queu
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -24,16 +26,18 @@ from dspark_jax.engine.programs import Programs
 from dspark_jax.types import Array
 
 KINDS = ("admit", "copy", "absorb", "prefill", "draft", "verify", "plain")
-RUN, START, COMPILE, REHEARSE, REST = range(5)
+RUN, START, COMPILE, REHEARSE, REST, END = range(6)
 CONNECT_S = 120.0
 """Seconds that processes wait for each other at the start."""
 
 
 class Link:
-    """A line from process 0 to every other one. ``leads``: this is process 0."""
+    """A line from process 0 to every other one. ``leads``: this is process 0, which has a socket for each of them, by
+    their ``ranks``."""
 
-    def __init__(self, sockets: Sequence[socket.socket], leads: bool) -> None:
-        self._sockets, self.leads = list(sockets), leads
+    def __init__(self, sockets: Sequence[socket.socket], leads: bool, ranks: Sequence[int] = ()) -> None:
+        self._sockets, self.leads, self._ranks = list(sockets), leads, list(ranks)
+        self._closed = False
 
     def tell(self, words: np.ndarray) -> None:
         """Sends int32 words to every follower. Raises ConnectionError where one is gone."""
@@ -42,23 +46,41 @@ class Link:
             each.sendall(struct.pack("<I", len(data)) + data)
 
     def listen(self) -> np.ndarray | None:
-        """The next words, or None where process 0 has ended."""
-        head = self._read(4)
-        if head is None:
-            return None
-        data = self._read(struct.unpack("<I", head)[0])
-        return None if data is None else np.frombuffer(data, np.int32)
+        """The next words, or None where process 0 has closed its end. Raises ConnectionError where it is just gone."""
+        words = np.frombuffer(self._read(struct.unpack("<I", self._read(4))[0]), np.int32)
+        return None if words[0] == END else words
+
+    def watch(self, lost: Callable[[int], None]) -> None:
+        """Calls ``lost`` with the rank of a process that is gone, in a thread of its own, as soon as its system says
+        so. For process 0. The others say nothing over the line, so whatever is read from it is its end."""
+
+        def wait(line: socket.socket, rank: int) -> None:
+            with contextlib.suppress(OSError):
+                line.recv(1)
+            if not self._closed:
+                lost(rank)
+
+        for line, rank in zip(self._sockets, self._ranks, strict=True):
+            threading.Thread(target=wait, args=(line, rank), name=f"dspark-watch-{rank}", daemon=True).start()
 
     def close(self) -> None:
+        """Ends the line; process 0 tells the others, which then stop listening."""
+        self._closed = True
+        if self.leads:
+            with contextlib.suppress(OSError):  # one of them is gone already
+                self.tell(np.asarray([END], np.int32))
         for each in self._sockets:
             each.close()
 
-    def _read(self, size: int) -> bytes | None:
+    def _read(self, size: int) -> bytes:
         parts = bytearray()
         while len(parts) < size:
-            part = self._sockets[0].recv(size - len(parts))
+            try:
+                part = self._sockets[0].recv(size - len(parts))
+            except OSError:
+                part = b""
             if not part:
-                return None
+                raise ConnectionError("process 0 is gone, and this one cannot go on alone: start all of them again")
             parts += part
         return bytes(parts)
 
@@ -86,10 +108,12 @@ def connect(host: str = "127.0.0.1") -> Link | None:
         lines = [server.accept()[0] for _ in range(count - 1)] if leads else []
     if not leads:
         lines = [socket.create_connection((host, port), CONNECT_S)]
+        lines[0].sendall(struct.pack("<I", jax.process_index()))
+    ranks = [struct.unpack("<I", line.recv(4, socket.MSG_WAITALL))[0] for line in lines] if leads else []
     for line in lines:
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Link(lines, leads)
+    return Link(lines, leads, ranks)
 
 
 class SharedPrograms(Programs):
@@ -133,15 +157,19 @@ class SharedPrograms(Programs):
             self._link.tell(np.concatenate([np.asarray([RUN, *_key_words(key)], np.int32), *words]))
         return super()._run(key, *arguments)
 
-    def follow(self, state: DecodeState) -> None:
-        """Does what process 0 says until it ends. For all other processes."""
+    def follow(self) -> None:
+        """Does what process 0 says, from the making of a state on, until it ends. For all other processes.
+
+        Raises:
+            ConnectionError: process 0 is gone.
+        """
+        state: Any = None
         draft: Any = None
         while (words := self._link.listen()) is not None:
             self._joint = 1
             match int(words[0]):
                 case n if n == START:
-                    del state  # frees the old one first
-                    draft = None
+                    state = draft = None  # frees the old ones first; nothing else here holds on to them
                     state = self.init_state()
                 case n if n == COMPILE:
                     keys = [_key(words[i : i + 4]) for i in range(1, len(words), 4)]
@@ -151,14 +179,17 @@ class SharedPrograms(Programs):
                 case n if n == REST:
                     state = self.rest(state)
                 case n if n == RUN:
-                    key = _key(words[1:5])
-                    out = self._run(key, *self._arguments(key, state, draft, words[5:]))
-                    if key.kind == "draft":
-                        draft, self._proposal = out, out.proposal
-                    else:
-                        state = out[0] if isinstance(out, tuple) else out
+                    state, draft = self._repeat(_key(words[1:5]), state, draft, words[5:])
                 case unknown:
                     _refuse(unknown)
+
+    def _repeat(self, key: Key, state: DecodeState, draft: Any, words: np.ndarray) -> tuple[DecodeState, Any]:
+        """Runs what process 0 runs; the state and the draft that there are then."""
+        out = self._run(key, *self._arguments(key, state, draft, words))
+        if key.kind == "draft":
+            self._proposal = out.proposal
+            return state, out
+        return (out[0] if isinstance(out, tuple) else out), draft
 
     def _arguments(self, key: Key, state: DecodeState, draft: Any, words: np.ndarray) -> tuple[Any, ...]:
         """A program's arguments: arrays on devices are this process's own, numbers are those that were sent."""

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ import uvicorn
 
 from dspark_jax.serve.app import create_app
 from dspark_jax.serve.args import ServeArgs, UsageError, parse_args
+from dspark_jax.serve.processes import Processes
 from dspark_jax.serve.service import Service
 from dspark_jax.serve.startup import Finished, Progress, enable_compilation_cache, load
 from dspark_jax.serve.worker import EngineWorker
@@ -50,13 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def follow(args: ServeArgs) -> int:
-    """Computes with process 0 until that one ends; it alone has a port. Returns the exit status."""
+    """Computes with process 0 until that one ends; it alone has a port. Returns the exit status.
+
+    SIGTERM often comes to all processes at once: process 0 gets the time to finish its answers, then this one ends
+    in any case.
+    """
+
+    def terminated(*_: Any) -> None:
+        timer = threading.Timer(_FINISH_ANSWERS_S + 2 * _STOP_WORKER_S, _exit, (128 + signal.SIGTERM,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, terminated)
     say = Progress(_print)
     try:
         enable_compilation_cache(args.compilation_cache_dir, say)
         load(args, say)
     except Finished:
         return 0
+    except Exception as error:  # noqa: BLE001 whatever it is, it is said and ends this process
+        print(f"error: {_describe(error)}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
     return 1  # nothing to follow: this process is alone
 
 
@@ -64,6 +80,7 @@ def serve(args: ServeArgs, listener: socket.socket) -> int:
     """Serves on a listening socket while the engine is built in its own thread."""
     progress = Progress(_print)
     service: Service
+    lost: list[str] = []
 
     def say(line: str) -> None:
         service.progress = line
@@ -71,7 +88,7 @@ def serve(args: ServeArgs, listener: socket.socket) -> int:
 
     def build() -> Any:
         enable_compilation_cache(args.compilation_cache_dir, say)
-        loaded = load(args, say)
+        loaded = load(args, say, processes)
         service.model = loaded.model
         return loaded.engine
 
@@ -83,6 +100,11 @@ def serve(args: ServeArgs, listener: socket.socket) -> int:
         if service.model is None:  # never came up: nothing to serve
             server.should_exit = True
 
+    def on_lost(line: str) -> None:
+        lost.append(line)
+        server.should_exit = True
+
+    processes = Processes(on_lost)
     worker = EngineWorker(build, on_ready=on_ready, on_down=on_down)
     service = Service(worker)
     app = create_app(service, api_key=args.api_key, version=_version())
@@ -105,7 +127,12 @@ def serve(args: ServeArgs, listener: socket.socket) -> int:
         signal.signal(signal.SIGTERM, before)
         service.close()
         # A compilation cannot be interrupted: no use in waiting for one.
-        worker.stop(0.0 if worker.state == "starting" else _STOP_WORKER_S)
+        idle = worker.stop(0.0 if lost or worker.state == "starting" else _STOP_WORKER_S)
+        if idle:
+            processes.leave()
+    if lost:
+        print(f"error: {lost[0]}", file=sys.stderr, flush=True)
+        return 1
     if worker.state == "failed" and service.model is None:
         print(f"error: {_describe(worker.error)}", file=sys.stderr, flush=True)
         return 2 if isinstance(worker.error, UsageError) else 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.serve.args import DEFAULT_MAX_MODEL_LEN, ServeArgs, Speculation, UsageError
+from dspark_jax.serve.processes import Processes
 from dspark_jax.serve.service import ServedModel
 
 Say = Callable[[str], None]
@@ -74,12 +75,16 @@ class Loaded:
     model: ServedModel
 
 
-def load(args: ServeArgs, say: Say) -> Loaded:
+def load(args: ServeArgs, say: Say, processes: Processes | None = None) -> Loaded:
     """Loads, builds and compiles everything.
+
+    Args:
+        processes: what is to know of the other processes, where there are some.
 
     Raises:
         UsageError: a flag that this machine, model or version cannot honour.
         Finished: this process is not process 0 and has followed it to its end.
+        ConnectionError: it has followed, and process 0 is gone.
         Exception: whatever the loaders find wrong with the files.
     """
     import jax
@@ -87,7 +92,8 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     import dspark_jax
     from dspark_jax import engine as engine_module
 
-    join(args, say)
+    processes = processes or Processes()
+    processes.join(args, say)
     say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
     mesh = _mesh(args)
     quantization = {} if args.quantization is None else {"quantization": args.quantization}
@@ -96,11 +102,12 @@ def load(args: ServeArgs, say: Say) -> Loaded:
     drafter, speculation = _load_drafter(args, target, mesh, say)
     window = _window(args.max_model_len, target.max_positions)
     config = _engine_config(args, speculation, window, engine_module.EngineConfig, say)
-    link = _link(args)
+    link = processes.connect(args)
     engine = engine_module.Engine(target, drafter, config, **({} if link is None else {"link": link}))
     if link is not None and not link.leads:
         say(f"process {args.node_rank} of {args.nnodes} follows process 0")
         engine.follow()
+        processes.leave()
         raise Finished
     for note in engine.notes:
         say(note)
@@ -129,30 +136,6 @@ def load(args: ServeArgs, say: Say) -> Loaded:
 
 class Finished(Exception):
     """This process followed process 0, which has ended."""
-
-
-def join(args: ServeArgs, say: Say) -> None:
-    """Meets the other processes, before any device is touched. Nothing where there is one process."""
-    import jax
-
-    if args.nnodes == 1 or jax.distributed.is_initialized():
-        return
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
-        jax.config.update("jax_enable_compilation_cache", False)
-    others = "the other processes" if args.node_rank == 0 else "process 0"
-    say(f"waiting for {others} at {args.master_addr}:{args.master_port}")
-    jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", args.nnodes, args.node_rank)
-
-
-def _link(args: ServeArgs) -> Any:
-    """The line between process 0 and the others; None where there is one process."""
-    if args.nnodes == 1:
-        return None
-    from dspark_jax.engine.multiprocess import connect
-
-    return connect(args.master_addr)
 
 
 def _mesh(args: ServeArgs) -> Any:

@@ -313,7 +313,7 @@ def test_a_port_in_use_is_an_error_that_names_it(capsys: pytest.CaptureFixture[s
 def test_a_model_that_does_not_load_ends_the_server_with_its_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(args: Any, say: Any) -> Any:
+    def fail(args: Any, say: Any, processes: Any) -> Any:
         raise ValueError("model.safetensors: truncated")
 
     monkeypatch.setattr(server, "load", fail)
@@ -334,7 +334,7 @@ DRIVER = """
         def has_work(self): return False
         def counters(self): return {}
 
-    def load(args, say):
+    def load(args, say, processes):
         say("compiled verify slots=1 tokens=6 context=512 (1/2)")
         while sys.stdin.readline().strip() != "go":
             pass
