@@ -19,7 +19,14 @@ from jax.sharding import Mesh
 from dspark_jax import sharding
 from dspark_jax.calibrate.sts import load_tables
 from dspark_jax.checkpoint import RenamedSource, SafetensorsSource, TensorSource, require_dtype, restore
-from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE, CONFIG_FILE, EMBED, TargetView, read_drafter
+from dspark_jax.checkpoint.drafter_files import (
+    CALIBRATION_FILE,
+    CONFIG_FILE,
+    EMBED,
+    TargetView,
+    read_config,
+    read_drafter,
+)
 from dspark_jax.checkpoint.gguf import GGUFSource, decoder_config_from_gguf
 from dspark_jax.checkpoint.tokenizer import tokenizer_from_directory, tokenizer_from_gguf
 from dspark_jax.config import DecoderConfig
@@ -219,6 +226,23 @@ def find_model(name: str) -> Path:
         ) from None
 
 
+def check_drafter(path: str | os.PathLike[str]) -> None:
+    """What can be said of a drafter's name before its target is loaded: there is such a directory, with a
+    configuration and weights.
+
+    Raises FileNotFoundError, ValueError: as ``load_drafter`` does.
+    """
+    place = find_drafter(os.fspath(path))
+    if not ngrams.is_ngram(read_config(place)):
+        SafetensorsSource(place)
+
+
+def target_config(path: str | os.PathLike[str]) -> DecoderConfig:
+    """The configuration of what ``load_target`` would load. Reads no weights; raises what that raises."""
+    place = find_model(os.fspath(path))
+    return decoder_config_from_gguf(GGUFSource(place)) if place.is_file() else _directory_config(place)[0]
+
+
 def _load_gguf(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any]) -> Target:
     source = GGUFSource(path)
     config = decoder_config_from_gguf(source)
@@ -231,7 +255,8 @@ def _load_gguf(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any])
     return _build(source, config, tokenizer, name, dtype, put)
 
 
-def _load_directory(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any]) -> Target:
+def _directory_config(path: Path) -> tuple[DecoderConfig, Mapping[str, Any]]:
+    """The configuration of a target's directory, and its ``config.json``."""
     raw = read_json(path / "config.json")
     for key in ("target_layer_ids", "speculators_model_type"):
         if key in raw:
@@ -242,6 +267,11 @@ def _load_directory(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., 
         source=str(path / "config.json"),
         generation_config=read_json(generation) if generation.is_file() else None,
     )
+    return config, raw
+
+
+def _load_directory(path: Path, name: str, dtype: jnp.dtype, put: Callable[..., Any]) -> Target:
+    config, raw = _directory_config(path)
     source = text_model_source(SafetensorsSource(path))
     if not config.tie_embeddings and "lm_head.weight" not in source.names():
         raise ValueError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Literal
 
 from dspark_jax.command_line import begin_logging, exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
@@ -31,10 +32,15 @@ class CountConfig:
     """
 
     records: Path
-    order: int = 3
+    order: Literal[2, 3] = 3
     successors: int = 32
     block_size: int = 7
     least: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("successors", "block_size", "least"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
 
 
 def main(argv: list[str] | None = None) -> int:

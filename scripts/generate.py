@@ -29,6 +29,7 @@ import numpy as np
 from dspark_jax import Sampling, generate, load_drafter, load_target
 from dspark_jax.engine import Request
 from dspark_jax.engine.request import Checked, check
+from dspark_jax.load import check_drafter
 
 PAD_TO = 64
 """Prompts are padded to multiples of it, so that prompts of similar length share a compilation."""
@@ -134,6 +135,8 @@ class Generator:
         for name in ("num_speculative_tokens", "confidence_threshold"):
             if getattr(args, name) and args.drafter is None:
                 raise ValueError(f"--{name.replace('_', '-')} is about drafts: it needs --drafter")
+        if args.drafter is not None and args.method != "none":
+            check_drafter(args.drafter)
         self.target = load_target(args.model, dtype=args.dtype)
         self.drafter = None
         if args.drafter is not None and args.method != "none":

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dspark_jax import Engine, EngineConfig, load_drafter, load_target
 from dspark_jax.config_toml import load_toml
+from dspark_jax.load import check_drafter
 from dspark_jax.schedule import StepTimeTable, roofline
 
 
@@ -62,6 +63,7 @@ def computed(config: ProfileConfig) -> StepTimeTable:
 
 def measured(config: ProfileConfig) -> StepTimeTable:
     """The table of this machine."""
+    check_drafter(config.drafter)
     target = load_target(config.model, dtype=config.dtype)
     drafter = load_drafter(config.drafter, target, dtype=config.dtype)
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(config, f.name)}

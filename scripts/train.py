@@ -19,9 +19,10 @@ from dspark_jax import load_target
 from dspark_jax.command_line import begin_logging, exit_status, folder_parser, keep_programs_in
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
+from dspark_jax.load import target_config
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.folder import DiskFull, full_disk_is_said
-from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
+from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     def make() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
         with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+            read_input(config, args.out, target_config(config.target))  # before the target's weights are read
             made.append(Run(config, load_target(config.target), args.out))
 
     if status := exit_status(make, DiskFull):

@@ -24,7 +24,7 @@ from dspark_jax.evaluate.decode import fingerprint
 from dspark_jax.evaluate.recorder import Blocks, Recorder
 from dspark_jax.evaluate.report import table as markdown_table
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
-from dspark_jax.load import find_drafter
+from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
 
 LOG = logging.getLogger("dspark_jax.calibrate")
@@ -94,6 +94,7 @@ class CalibrationRun:
     def __init__(self, config: CalibrateConfig, folder: str | Path, models: tuple[Any, Any] | None = None) -> None:
         self.config, self.folder = config, Path(folder)
         if models is None:
+            check_drafter(config.drafter)
             target = load_target(config.target, dtype=config.decode.dtype)
             models = target, load_drafter(config.drafter, target, dtype=config.decode.dtype)
         self.target, self.drafter = models

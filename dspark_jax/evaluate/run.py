@@ -16,6 +16,7 @@ from dspark_jax.evaluate.confidence import sweep
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.decode import Job, Trace, build_engine, run_job
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
+from dspark_jax.load import check_drafter
 from dspark_jax.progress import Progress
 
 LOG = logging.getLogger("dspark_jax.evaluate")
@@ -39,6 +40,9 @@ class Evaluation:
 
     def __init__(self, config: EvaluateConfig, folder: str | Path, target: Any = None) -> None:
         self.config, self.folder = config, Path(folder)
+        if target is None:
+            for entry in config.drafters:  # before anything that takes long
+                check_drafter(entry.path)
         self.target = load_target(config.target, dtype=config.decode.dtype) if target is None else target
         window = min(config.decode.max_model_len, self.target.max_positions)
         self.tasks = load_tasks(config.suites, self.target.tokenizer, config.decode, window)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark_jax.load import check_drafter
 from dspark_jax.serve.args import DEFAULT_MAX_MODEL_LEN, ServeArgs, Speculation, UsageError
 from dspark_jax.serve.processes import Processes
 from dspark_jax.serve.service import ServedModel
@@ -92,6 +93,7 @@ def load(args: ServeArgs, say: Say, processes: Processes | None = None) -> Loade
     import dspark_jax
     from dspark_jax import engine as engine_module
 
+    _check_drafter(args)
     processes = processes or Processes()
     processes.join(args, say)
     say(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
@@ -161,6 +163,27 @@ def _mesh(args: ServeArgs) -> Any:
     return jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=devices[:wanted])
 
 
+def _check_drafter(args: ServeArgs) -> None:
+    """Refuses a drafter that is not there, before the target is loaded. One that nobody asked for may be missing."""
+    speculation = args.speculation
+    if speculation.drafter is None or speculation.implied:
+        return
+    try:
+        check_drafter(speculation.drafter)
+    except ValueError as error:
+        _explain(args, error)
+        raise
+
+
+def _explain(args: ServeArgs, error: ValueError) -> None:
+    """Raises what an error about the drafter means to who asked for the MTP layers of the target itself."""
+    if args.speculation.method == "mtp" and args.speculation.drafter == args.model:
+        raise UsageError(
+            "argument --speculative-config: MTP layers inside a target's checkpoint are not read: name a directory "
+            f'of an MTP module as "model" ({error})'
+        ) from error
+
+
 def _load_drafter(args: ServeArgs, target: Any, mesh: Any, say: Say) -> tuple[Any, Speculation]:
     """The drafter, or None with a line that says why not."""
     import dspark_jax
@@ -177,11 +200,7 @@ def _load_drafter(args: ServeArgs, target: Any, mesh: Any, say: Say) -> tuple[An
         say(f"WARNING the shipped drafter is missing, plain decoding instead: {error}")
         return None, dataclasses.replace(speculation, drafter=None)
     except ValueError as error:
-        if speculation.method == "mtp" and speculation.drafter == args.model:
-            raise UsageError(
-                "argument --speculative-config: MTP layers inside a target's checkpoint are not read: name a directory "
-                f'of an MTP module as "model" ({error})'
-            ) from error
+        _explain(args, error)
         raise
     found = getattr(getattr(drafter, "config", None), "method", None)
     if None not in (speculation.method, found) and speculation.method != found:

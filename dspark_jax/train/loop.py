@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dspark_jax.checkpoint.deepspec import write_deepspec
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Batch, Records
 from dspark_jax.drafters import drafter_specs
@@ -46,26 +46,55 @@ class OutOfText(RuntimeError):
     """The data set has no record left that this run has not seen."""
 
 
+class Input(NamedTuple):
+    """What a run reads, found in order."""
+
+    config: TrainConfig  # fitted
+    records: Records
+    heldout: Records
+    usable: np.ndarray  # of the training records, by number
+    drafter: DrafterConfig
+
+
+def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -> Input:
+    """Checks a configuration against a run's folder, its data sets and its target's configuration; needs no weights.
+
+    Raises ValueError where the folder holds a run that this configuration cannot continue, the data sets are too
+    small or the target cannot have such a drafter; FileNotFoundError where there are none.
+    """
+    given, config = config, fitted(config)
+    check_same(given, Path(folder), write=False)
+    drafter = drafter_config(config.drafter, target)
+    data = config.data
+    records, heldout = Records(data.train), Records(data.heldout)
+    usable = records.usable(data.length, data.least_learnt)
+    if len(usable) < data.batch:
+        raise ValueError(
+            f"{data.train}: {len(usable)} of {len(records)} records have {data.least_learnt} learnt tokens "
+            f"among their first {data.length}; a batch needs {data.batch}"
+        )
+    wanted = data.heldout_batches * data.batch
+    if len(heldout) < wanted:
+        raise ValueError(f"{data.heldout}: {len(heldout)} records, but an evaluation needs {wanted}")
+    return Input(config, records, heldout, usable, drafter)
+
+
 class Run:
     """One run in one folder. ``run()`` trains to the end; ``export()`` writes the drafter as it is.
 
     With several processes (``jax.distributed``) every one makes the same Run; the first one writes.
 
-    Raises ValueError where the folder holds a run that this configuration cannot continue, or the data sets are too
-    small.
+    Raises what ``read_input`` raises.
     """
 
     def __init__(self, config: TrainConfig, target: Target, folder: str | Path) -> None:
-        self.config, self.folder = fitted(config), Path(folder)
+        self.folder = Path(folder)
         self._given = config
         self._writes = jax.process_index() == 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_same(config, self.folder, write=False)
+        self.config, self.records, self.heldout, self._usable, self.drafter = read_input(config, folder, target.config)
         config = self.config
-        self.records, self.heldout = Records(config.data.train), Records(config.data.heldout)
-        self._usable = self._check_data()
         self._placement = Placement(config.devices, config.data.batch)
-        self.drafter: DrafterConfig = drafter_config(config.drafter, target.config)
         self.d2t = self._draft_vocabulary(target.vocab_size)
         self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
@@ -87,19 +116,6 @@ class Run:
         if self._cache is not None:
             self._cache.require(self._usable[int(self.state.cursor) : config.optim.total_steps * config.data.batch])
         self._metrics: Metrics | None = None
-
-    def _check_data(self) -> np.ndarray:
-        data = self.config.data
-        usable = self.records.usable(data.length, data.least_learnt)
-        if len(usable) < data.batch:
-            raise ValueError(
-                f"{data.train}: {len(usable)} of {len(self.records)} records have {data.least_learnt} learnt tokens "
-                f"among their first {data.length}; a batch needs {data.batch}"
-            )
-        wanted = data.heldout_batches * data.batch
-        if len(self.heldout) < wanted:
-            raise ValueError(f"{data.heldout}: {len(self.heldout)} records, but an evaluation needs {wanted}")
-        return usable
 
     def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:
         shape, path = self.config.drafter, self.folder / "d2t.npy"

@@ -64,6 +64,7 @@ def test_a_record_is_what_generate_makes(script: Any, monkeypatch: Any, capsys: 
     target = tiny_target(num_layers=1, max_positions=20)
     monkeypatch.setattr(script, "generate", stand_in(calls))
     monkeypatch.setattr(script, "load_target", lambda path, dtype: target)
+    monkeypatch.setattr(script, "check_drafter", lambda path: None)
     monkeypatch.setattr(script, "load_drafter", lambda path, target, dtype: jnp.zeros(1))
     common = ["--model", "m", "--prompt-ids", "3 1,4", "--max-new-tokens", "9", "--temperature", "0.7", "--seed", "5"]
     draft = ["--drafter", "d", "--confidence-threshold", "0.5", "--stop-token-ids", "10"]

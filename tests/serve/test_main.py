@@ -158,6 +158,7 @@ def loaders(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(dspark_jax, "engine", engine, raising=False)
     monkeypatch.setattr(dspark_jax, "load_target", lambda path, **kwargs: target, raising=False)
     monkeypatch.setattr(dspark_jax, "load_drafter", load_drafter, raising=False)
+    monkeypatch.setattr(startup, "check_drafter", lambda path: None)
     return fakes
 
 
