@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ def write_models(directory: Path) -> tuple[Path, Path]:
     rng = np.random.default_rng(5)
 
     def draw(spec: ParamSpec) -> np.ndarray:
+        if len(spec.shape) == 1:  # of a norm, or a bias
+            return np.ones(spec.shape, np.float32)
         small = 0.1 if "proj" in spec.name else 1.0
         return (small * rng.standard_normal(spec.shape)).astype(np.float32)
 
@@ -67,7 +70,7 @@ def write_models(directory: Path) -> tuple[Path, Path]:
     specs = drafter_specs(drafting)
     params = jax.tree.map(draw, specs, is_leaf=is_spec)
     # The target is mostly a bigram model: its head after its own embedding. So is then the drafter's bias.
-    params["markov"] |= {"w1": weights["model.embed_tokens.weight"], "w2": weights["lm_head.weight"]}
+    params["markov"] |= {"w1": 3 * weights["model.embed_tokens.weight"], "w2": weights["lm_head.weight"]}
     return target, write_deepspec(directory / "drafter", drafting, params, specs)
 
 
@@ -162,7 +165,9 @@ def test_two_processes_answer_what_one_answers_and_a_lost_one_ends_the_server(tm
     ends by itself."""
     _, drafter = write_models(tmp_path)
     with Group(tmp_path, 1, drafter=drafter) as (alone,):
-        one = answers(alone.ready())
+        one = answers(url := alone.ready())
+        accepted = re.search(r"dspark_engine_accepted_total (\d+)", httpx.get(url + "/metrics").text)
+        assert accepted is not None and int(accepted[1]) > 0
     with Group(tmp_path, 2, drafter=drafter) as (leader, follower):
         url = leader.ready()
         assert answers(url) == one
