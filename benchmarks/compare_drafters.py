@@ -16,6 +16,9 @@ a cheaper step sees more of them.
 
 Killed and started again, finished rows are kept and a begun one goes on from its last checkpoint. ``--only a,b`` trains
 these rows and compares all that are finished.
+
+Every row that was decoded is also kept in ``OUT_rows/NAME.json`` (``kept_rows.py``). One that is kept there, and has no
+run in ``--runs``, is taken from there: a comparison may be made in pieces, on several days.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import kept_rows
+from kept_rows import KeptRow
 from report import environment
 
 from dspark_jax.config_toml import load_toml
@@ -167,7 +173,7 @@ def evaluate(config: CompareConfig, rows: list[Row], runs: Path, overrides: list
     return json.loads((runs / "evaluation" / "results.json").read_text())
 
 
-def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results: dict[str, Any]) -> str:
+def markdown(config: CompareConfig, trained: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Any]) -> str:
     """The table of every way of sampling."""
     parts = [
         "# Drafters at equal training time\n",
@@ -175,7 +181,7 @@ def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results:
         "rolled-out decoding, full blocks. Brackets: 95 % intervals, prompts resampled within their sets. Later "
         f"positions: mean conditional acceptance at positions 2 to the last, and its ratio to {config.reference}.\n",
     ]
-    for run, rows in results["runs"].items():
+    for run, rows in runs.items():
         groups = [name for name in rows[0]["tau"] if name not in ("all", "macro")]
         head = [
             "drafter",
@@ -190,8 +196,6 @@ def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results:
         ]
         body = []
         for entry in rows:
-            if entry["name"] not in trained:
-                continue
             known = trained[entry["name"]]
             used = known["cpu_seconds_per_step"]
             cells = [
@@ -227,9 +231,14 @@ def main() -> None:
     unknown = chosen - {row.name for row in config.rows}
     if unknown:
         parser.error(f"--only: no such rows: {', '.join(sorted(unknown))}")
+    store = args.out.with_name(args.out.name + "_rows")
     trained: dict[str, dict[str, Any]] = {}
+    kept: dict[str, KeptRow] = {}
     for row in config.rows:
-        folder = runs / row.name
+        folder, file = runs / row.name, store / f"{row.name}.json"
+        if file.is_file() and not folder.exists():
+            kept[row.name] = KeptRow.load(file)
+            continue
         if chosen and row.name not in chosen and not (folder / "done.json").is_file():
             continue
         print(f"{row.name}: {row.seconds or config.seconds:g} CPU seconds", flush=True)
@@ -242,13 +251,22 @@ def main() -> None:
             for s in load_toml(config.evaluate, EvaluateConfig, []).suites
         )
         changes.insert(0, f"suites=[{listed}]")
-    results = evaluate(config, [row for row in config.rows if row.name in trained], runs, changes)
-    text = markdown(config, trained, results)
+    made = environment()
+    if trained:
+        results = evaluate(config, [row for row in config.rows if row.name in trained], runs, changes)
+        for name, facts in trained.items():
+            kept[name] = KeptRow.of(name, facts, runs / "evaluation", results, made)
+            kept[name].save(store)
+    if not kept:
+        parser.error(f"nothing to compare: no row is trained in {args.runs} or kept in {store}")
+    settings = load_toml(config.evaluate, EvaluateConfig, changes)
+    rows = [kept[row.name] for row in config.rows if row.name in kept]
+    measured = kept_rows.measure(rows, config.reference, {s.name: s.group for s in settings.suites}, settings.bootstrap)
+    text = markdown(config, {row.name: row.trained for row in rows}, measured)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    rows = {run: [entry for entry in found if entry["name"] in trained] for run, found in results["runs"].items()}
-    content = {**environment(), "reference": config.reference, "trained": trained, "suites": results["suites"]}
-    content |= {"settings": results["settings"], "runs": rows}
+    content = {**made, "reference": config.reference, "trained": {row.name: dict(row.trained) for row in rows}}
+    content |= {"settings": dict(rows[0].headers), "runs": measured}
     args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(text)
 
