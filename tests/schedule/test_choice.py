@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.schedule import StepTimeTable, capacity
-from dspark_jax.schedule.choice import choose
+from dspark_jax.schedule.choice import _order, _slowest, choose
 
 LEVELS = (0.0, 0.25, 0.5, 1.0)  # sums of these are exact, so ties are ties
 ROWS = [row for row in itertools.product(LEVELS, repeat=2) if row[0] >= row[1]]
@@ -68,6 +68,43 @@ def test_the_edge_is_where_one_more_draft_begins_to_pay(gain: float) -> None:
     free = StepTimeTable(tokens=[2, 6], milliseconds=[1.0, 1.0])
     assert choose(np.array([[0.9, 0.4], [0.7, 0.0]]), free).edge == 0.4
     assert choose(np.array([[0.9]]), StepTimeTable(tokens=[1], milliseconds=[1.0])).edge == math.inf
+
+
+def close(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Survivals that differ in their last bits alone: 2^-52 apart, around 1/2 and below."""
+    steps = rng.integers(0, 4, shape).cumsum(axis=1)
+    return 0.5 - 2.0**-53 * steps
+
+
+BATCHES = {
+    "ties": lambda rng, shape: np.cumprod(rng.integers(0, 5, shape) / 4, axis=1),
+    "last bits": close,
+    "float32": lambda rng, shape: np.cumprod(rng.random(shape), axis=1).astype(np.float32),
+    "any": lambda rng, shape: np.cumprod(rng.uniform(0.5, 1.0, shape), axis=1),
+    "minus zero": lambda rng, shape: np.where(np.arange(shape[1]) < rng.integers(0, 3, (shape[0], 1)), 0.5, -0.0),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_floor_keeps_the_order_of_admission(kind: str) -> None:
+    """Who is served worst after n drafts, of batches up to 24 x 6: as the literal loop finds it, for ties (lower slot,
+    lower position), for survivals whose order shows in their last bits only, and for zeros of both signs."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        shape = int(rng.integers(1, 25)), int(rng.integers(1, 7))
+        rows = BATCHES[kind](rng, shape)
+        values, places = _order(rows)
+        count = np.count_nonzero(values)
+        order = sorted((-float(s), r, k) for r, row in enumerate(rows) for k, s in enumerate(row) if s > 0)
+        assert [divmod(int(place), shape[1] + 1) for place in places[:count]] == [(r, k) for _, r, k in order]
+        np.testing.assert_array_equal(values[:count], [-s for s, _, _ in order])
+        tokens, fewest = np.ones(shape[0]), [1.0]
+        totals = 1.0 + np.cumsum(rows, axis=1, dtype=np.float64)
+        for _, r, k in order:
+            tokens[r] = totals[r, k]
+            fewest.append(tokens.min())
+        np.testing.assert_array_equal(_slowest(rows, places, count + 1), fewest)
+        np.testing.assert_array_equal(_slowest(rows, places, count // 2 + 1), fewest[: count // 2 + 1])
 
 
 def test_conditions_are_not_negative() -> None:
