@@ -90,7 +90,7 @@ def measure(slots: int, width: int, seed: int) -> dict[str, float | int]:
         "capacity_float32_us": microseconds(lambda: capacity(single, table, 1.0), 20),
         "admit_top_k_us": microseconds(lambda: admit_top_k(survival, drafts), 20),
         "early_stop_us": microseconds(lambda: admit_early_stop(survival, slope), 20),
-        "literal_early_stop_us": microseconds(lambda: literal_early_stop(survival, slope), 2, 3),
+        "literal_early_stop_us": microseconds(lambda: literal_early_stop(survival, slope), 1, 20),
     }
     result["literal_over_vectorised"] = result["literal_early_stop_us"] / result["early_stop_us"]
     return result
