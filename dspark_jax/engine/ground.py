@@ -138,7 +138,11 @@ class Ground:
     def _costs(
         self, cycle: int, requests: int, slots: int, context: int, draft_context: int, spare: int
     ) -> Costs | None:
-        """What a cycle of ``requests`` in a slot bucket costs, within ``spare`` tokens; None without step times."""
+        """What a cycle of ``requests`` in a slot bucket costs, within ``spare`` tokens; None without step times.
+
+        Pieces of prompts run in programs of their own: they take tokens of the step (``spare``), and none of the verify
+        forward, so that the schedule's ``other_tokens`` is 0 here.
+        """
         times = self._times
         if times is None:
             return None

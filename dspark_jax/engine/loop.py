@@ -217,10 +217,11 @@ class Engine(Tenancy):
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
         # Pieces of prompts have taken their share of the step's tokens.
-        spare = max(self.step_tokens - self._prefilling, len(working))
+        spare = max(self.step_tokens - sum(size for size, _ in self._pieces), len(working))
         costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
-        crowded = self._prefilling > 0 and spare < max(self.buckets.tokens[slots], default=0)
-        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded)
+        crowded = bool(self._pieces) and spare < max(self.buckets.tokens[slots], default=0)
+        other_ms = 0.0 if self._times is None else sum(self._times.piece_ms(*piece) for piece in self._pieces)
+        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded, other_ms=other_ms)
         self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 

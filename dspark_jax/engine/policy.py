@@ -40,6 +40,7 @@ class Decision:
         probe: a skipping engine looks again.
         fallback: ``current`` may not look at the cycle's own scores, and does as ``lagged``.
         table, draft_ms: step times it was made with; None and 0 without.
+        other_ms: of pieces of prompts in the same step.
     """
 
     drafts: int
@@ -48,6 +49,7 @@ class Decision:
     fallback: bool = False
     table: StepTimeTable | None = None
     draft_ms: float = 0.0
+    other_ms: float = 0.0
 
 
 class Policy:
@@ -64,9 +66,18 @@ class Policy:
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+    def decide(
+        self,
+        cycle: int,
+        tenants: Sequence[Tenant],
+        costs: Costs | None,
+        *,
+        crowded: bool = False,
+        other_ms: float = 0.0,
+    ) -> Decision:
         """For the cycle that is about to run. ``costs``: None where there are no step times. ``crowded``: prompts have
-        taken tokens of this step, so that what it leaves to drafts says nothing about their worth."""
+        taken tokens of this step, so that what it leaves to drafts says nothing about their worth. ``other_ms``: what
+        those pieces take; their sizes are known before the cycle begins."""
         return Decision(self.drafts * len(tenants), np.zeros(len(tenants), np.int32))
 
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
@@ -90,7 +101,15 @@ class Policy:
 class Plain(Policy):
     """No drafts at all (mode ``none``)."""
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+    def decide(
+        self,
+        cycle: int,
+        tenants: Sequence[Tenant],
+        costs: Costs | None,
+        *,
+        crowded: bool = False,
+        other_ms: float = 0.0,
+    ) -> Decision:
         return Decision(0, np.full(len(tenants), OUTSIDE, np.int32))
 
 

@@ -44,6 +44,7 @@ def choose(
     draft_paid: bool = False,
     min_gain: float = 0.0,
     floor_per_ms: float = 0.0,
+    other_ms: float = 0.0,
 ) -> Choice:
     """``capacity`` under two conditions; without them its ``drafts`` are that function's.
 
@@ -53,10 +54,16 @@ def choose(
         floor_per_ms: expected tokens per millisecond that the slowest request shall have (the paper's tokens/s/user,
             sec. 5.2). Among the numbers of drafts that keep it the best theta is chosen; where none keeps it, the one
             that serves the slowest request best.
+        other_ms: milliseconds that programs of their own (pieces of prompts) add to the step whatever is admitted. They
+            slow every request down, so the floor counts them. Theta does not: a prompt has so many pieces whatever is
+            drafted beside them, so their time is no price of a draft. All work takes (pieces) x other_ms + (tokens)
+            / theta milliseconds, and is done soonest where theta without them is largest.
 
     Raises:
-        ValueError: as ``capacity``, and for a negative min_gain or floor_per_ms.
+        ValueError: as ``capacity``, and for a negative min_gain, floor_per_ms or other_ms.
     """
+    if not 0.0 <= other_ms < math.inf:
+        raise ValueError(f"other_ms: a finite number of milliseconds >= 0 expected, got {other_ms}")
     if not (min_gain >= 0.0 and floor_per_ms >= 0.0):
         raise ValueError(f"min_gain and floor_per_ms: numbers >= 0 expected, got {min_gain} and {floor_per_ms}")
     rows = _survival_rows(survival)
@@ -76,7 +83,7 @@ def choose(
     allowed = theta > (1.0 + min_gain) * theta[0]
     allowed[0] = True
     if places is not None:
-        slowest = _slowest(rows, places, theta.size) / cost_ms
+        slowest = _slowest(rows, places, theta.size) / (other_ms + cost_ms)
         keeps = allowed & (slowest >= floor_per_ms)
         allowed = keeps if keeps.any() else allowed & (slowest == slowest[allowed].max())
     admitted = int(np.argmax(np.where(allowed, theta, -np.inf)))

@@ -25,6 +25,7 @@ from tests.engine.cases import (
     fresh,
     random_requests,
     run_all,
+    step_times,
 )
 
 GREEDY = Sampling(0.0)
@@ -260,7 +261,7 @@ def test_short_prompts_share_a_step(fixed: Engine, monkeypatch: Any) -> None:
         monkeypatch.setattr(fixed, "step_tokens", budget)
         ids = [fixed.submit(Request([1, 2], 3, GREEDY)) for _ in range(4)]
         fixed.step()
-        assert len(fixed._slots) == together and fixed._prefilling == 8 * together
+        assert len(fixed._slots) == together and fixed._pieces == [(8, 24)] * together
         assert set(fixed.run()) == set(ids)
 
 
@@ -277,7 +278,7 @@ def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
         start = engine.counters()
         engine.step()
         after = engine.counters()
-        drafts, prompts = after["scheduled"] - start["scheduled"], engine._prefilling
+        drafts, prompts = after["scheduled"] - start["scheduled"], sum(size for size, _ in engine._pieces)
         working = after["tokens_computed"] - after["padding_tokens"] - start["tokens_computed"]
         working += start["padding_tokens"] - drafts
         assert prompts in (0, 8) and working + drafts + prompts <= max(13, working + prompts)
@@ -285,6 +286,27 @@ def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
     assert max(drafted) > 4 and engine.counters()["preemptions"] >= 0
     engine.run()
     engine.step_tokens = before
+
+
+def test_the_policy_is_told_what_pieces_of_prompts_take_of_a_step(lagged: Engine, monkeypatch: Any) -> None:
+    """By the table of step times, in the steps that run them and in no other: two prompts of 20 tokens in pieces of 8
+    beside a request that decodes."""
+    told: list[tuple[float, float]] = []
+    decide = lagged._policy.decide
+
+    def listen(*arguments: Any, other_ms: float = 0.0, **options: Any) -> Any:
+        told.append((other_ms, sum(lagged._times.piece_ms(*piece) for piece in lagged._pieces)))
+        return decide(*arguments, other_ms=other_ms, **options)
+
+    monkeypatch.setattr(lagged._policy, "decide", listen)
+    lagged.submit(Request([1], 30, GREEDY))
+    lagged.step()
+    for _ in range(2):
+        lagged.submit(Request([2] * 20, 4, GREEDY))
+    lagged.run()
+    piece = lagged._times.piece_ms(8, 64)
+    assert piece == pytest.approx(step_times().ms(8)) and [was for was, _ in told] == [wanted for _, wanted in told]
+    assert {round(was / piece) for was, _ in told} >= {0, 1} and sum(was for was, _ in told) >= 6 * piece
 
 
 def test_nothing_is_lost_or_answered_twice_under_a_random_load(fixed: Engine, monkeypatch: Any) -> None:

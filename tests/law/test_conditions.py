@@ -140,25 +140,30 @@ def test_a_floor_from_the_block_s_own_scores_biases(x64: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "table", "drafts"),
+    ("config", "table", "other_ms", "drafts"),
     [
-        (EngineConfig(), SHARED, (2, 2)),
-        (EngineConfig(speed_floor=1e3 * FLOOR), SHARED, (4, 2)),
-        (EngineConfig(min_gain=1.0), StepTimeTable(tokens=[2, 6], milliseconds=[1.0, 1.31]), (4, 0)),
+        (EngineConfig(), SHARED, 0.0, (2, 2)),
+        (EngineConfig(), SHARED, 9.0, (2, 2)),
+        (EngineConfig(speed_floor=1e3 * FLOOR), SHARED, 0.0, (4, 2)),
+        (EngineConfig(speed_floor=1e3 * FLOOR / 2), SHARED, 0.0, (2, 2)),
+        (EngineConfig(speed_floor=1e3 * FLOOR / 2), SHARED, 1.0, (4, 3)),
+        (EngineConfig(min_gain=1.0), StepTimeTable(tokens=[2, 6], milliseconds=[1.0, 1.31]), 0.0, (4, 0)),
     ],
-    ids=["neither", "floor", "gain"],
+    ids=["neither", "neither, a prompt", "floor", "half of it", "half of it, a prompt", "gain"],
 )
 def test_conditions_are_taken_from_the_scores_that_chose_the_capacity(
-    config: EngineConfig, table: StepTimeTable, drafts: tuple[int, int]
+    config: EngineConfig, table: StepTimeTable, other_ms: float, drafts: tuple[int, int]
 ) -> None:
     """Those two cycles old: the newer ones would choose otherwise, and are not looked at. A gain of 1: all drafts give
-    5.49 / 1.31 = 4.19 > 2 * 2 / 1, or 4.77 / 1.31 = 3.64 which is too little."""
+    5.49 / 1.31 = 4.19 > 2 * 2 / 1, or 4.77 / 1.31 = 3.64 which is too little. A piece of a prompt in the step, known
+    before its drafts: half of the floor is kept by two drafts (1 / 1); with 1 ms beside them by three (1.8 / 3) and by
+    four (2.52 / 3.1), which are better where there are four."""
     for old, wanted in enumerate(drafts):
         policy = Lagged(2, config)
         tenants = [Tenant(n, Checked((0,), 9, Sampling(), None, False, ()), n) for n in range(2)]
         for n, scores in enumerate((A[old], A[1 - old], A[1 - old])):
             rows = zip(tenants, (scores, B), strict=True)
             policy.observe(n, [Score(tenant, np.array(row), 0, 0) for tenant, row in rows])
-        assert policy.decide(2, tenants, lambda drafting: (table, 0.0)).drafts == wanted
+        assert policy.decide(2, tenants, lambda drafting: (table, 0.0), other_ms=other_ms).drafts == wanted
         # The same policy one cycle later knows the others.
-        assert policy.decide(3, tenants, lambda drafting: (table, 0.0)).drafts == drafts[1 - old]
+        assert policy.decide(3, tenants, lambda drafting: (table, 0.0), other_ms=other_ms).drafts == drafts[1 - old]
