@@ -282,7 +282,7 @@ class Simulation:
             found = admit_threshold(self._raw[at, : self.policy.drafts], self.arm.threshold)
         else:
             found = np.full(len(tenants), self.policy.drafts)
-        found = np.where(inside, found, 0)
+        found = np.where(inside, found if decision.most is None else np.minimum(found, decision.most), 0)
         if not self.policy.reads_back:
             return found, decision.drafts
         found = np.asarray(self.policy.lengths(tenants, decision, found, survival))

@@ -55,6 +55,7 @@ class Lagged(Policy):
         *,
         crowded: bool = False,
         other_ms: float = 0.0,
+        room: int | None = None,
     ) -> Decision:
         if costs is None:
             raise RuntimeError("an adaptive policy was asked before there are step times")
@@ -147,8 +148,9 @@ class Current(Lagged):
         *,
         crowded: bool = False,
         other_ms: float = 0.0,
+        room: int | None = None,
     ) -> Decision:
-        decision = super().decide(cycle, tenants, costs, crowded=crowded, other_ms=other_ms)
+        decision = super().decide(cycle, tenants, costs, crowded=crowded, other_ms=other_ms, room=room)
         fallback = decision.drafts > 0 and not all(tenant.indifferent for tenant in tenants)
         return dataclasses.replace(decision, fallback=fallback, other_ms=other_ms)
 

@@ -268,6 +268,8 @@ def _tokens(
     if drafts == 0:
         return ()
     whole = slots * (drafts + 1)
+    if config.max_num_batched_tokens is not None:  # a larger forward would never be filled
+        whole = min(whole, max(config.max_num_batched_tokens, slots + skips))
     if config.token_buckets is not None:
         return (*(t for t in config.token_buckets if slots <= t < whole), whole)
     if variable:
@@ -279,4 +281,5 @@ def _tokens(
         return tuple(sorted({*sizes, whole}))
     # At fixed length a forward holds whole blocks of previous + 1 .. slots requests.
     span = slots - previous
-    return tuple(sorted({(previous + -(-span * i // wanted)) * (drafts + 1) for i in range(1, wanted + 1)}))
+    requests = (previous + -(-span * i // wanted) for i in range(1, wanted + 1))
+    return tuple(sorted({min(count * (drafts + 1), whole) for count in requests}))

@@ -53,8 +53,9 @@ class EngineConfig:
             there is room; where those at work outgrow it, the one that came last gives up its slot and goes on later.
             None: what the slots hold, which is never too little.
         max_num_batched_tokens: tokens of one step: requests that decode, their drafts, and pieces of prompts, which
-            take what the others leave: the largest piece at most, the smallest in any case. None: a whole block of
-            every slot, and the largest piece.
+            take what the others leave: the largest piece at most, the smallest in any case. Adaptive modes admit what
+            pays within it; ``fixed`` and ``threshold`` shorten all blocks alike. None: a whole block of every slot,
+            and the largest piece.
         seed: draws the seeds of requests that bring none; None: from the operating system.
     """
 

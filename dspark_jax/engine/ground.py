@@ -133,6 +133,7 @@ class Ground:
             lambda slots: row(slots).draft_ms or 0.0,
             self._budget,
             self.window,
+            self.config.max_num_batched_tokens,
         )
 
     def _costs(
@@ -172,7 +173,8 @@ class Ground:
         room = self._refines and len(self.buckets.keys(self.window - 1)) < self._budget
         found = measured(whole / 4 if room else whole)
         if room:
-            finer = refine(self.buckets, found.step_ms, found.draft_ms, self._budget, self.window)
+            most = self.config.max_num_batched_tokens
+            finer = refine(self.buckets, found.step_ms, found.draft_ms, self._budget, self.window, most)
             self._compile(finer, progress)
             found = measured(whole - found.seconds)
         for line in found.lines():

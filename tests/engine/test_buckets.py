@@ -117,6 +117,18 @@ def test_every_cycle_has_a_program_that_holds_it(mode: str) -> None:
                 assert Key("draft", slots, 0, buckets.draft_context(context)) in keys
 
 
+@pytest.mark.parametrize("mode", ["fixed", "threshold", "lagged"])
+def test_no_forward_is_larger_than_a_step(mode: str) -> None:
+    """What a step may hold bounds the verify sizes; but for that everybody gets a token, and where cycles without
+    drafts have a program of their own a draft more."""
+    for limit in (4, 9, 20, 40):
+        tokens = plan(drafts=7, max_num_batched_tokens=limit, **MODES[mode]).tokens
+        for slots, sizes in tokens.items():
+            assert slots <= sizes[0] and sizes[-1] <= max(limit, slots + (mode == "lagged"))
+            assert mode == "lagged" or sizes[-1] == max(min(8 * slots, limit), slots)
+    assert plan(drafts=7, max_num_batched_tokens=64, **MODES[mode]) == plan(drafts=7, **MODES[mode])
+
+
 def test_named_buckets_are_taken_as_they_are() -> None:
     buckets = plan(
         slot_buckets=(2,), token_buckets=(4, 16, 40), context_buckets=(128, 9999), prefill_buckets=(32,), budget=1

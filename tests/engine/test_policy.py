@@ -14,7 +14,7 @@ from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
 from dspark_jax.engine.estimates import PRIOR, Acceptances, Confidences, Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Costs, Temperatures
+from dspark_jax.engine.policy import OUTSIDE, Costs, Policy, Temperatures, Threshold
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule import StepTimeTable, admit_early_stop, admit_top_k, capacity
@@ -191,6 +191,17 @@ def test_early_stop_decides_beforehand_whether_to_draft() -> None:
     now = np.array([[0.9, 0.8, 0.1]])
     got = policy.lengths(tenants, decision, np.array([3], np.int32), now)
     assert got.tolist() == admit_early_stop(now, step_times(), DRAFT_MS).tolist()
+
+
+@pytest.mark.parametrize("policy", [Policy, Threshold])
+def test_a_step_s_room_is_shared_by_count(policy: type[Policy]) -> None:
+    """What does not divide goes to the first requests; nobody gets more than a block; scores do not matter."""
+    tenants = [tenant(n) for n in range(3)]
+    shares = {None: [3, 3, 3], 99: [3, 3, 3], 12: [3, 3, 3], 11: [3, 3, 2], 8: [2, 2, 1], 4: [1, 0, 0], 3: [0, 0, 0]}
+    for room, wanted in {**shares, 1: [0, 0, 0]}.items():
+        decision = policy(3).decide(0, tenants, None, room=room)
+        assert decision.most is not None and decision.most.tolist() == wanted and decision.drafts == sum(wanted)
+        assert decision.least.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,34 @@ def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
     engine.step_tokens = before
 
 
+@pytest.mark.parametrize("mode", ["fixed", "threshold"])
+def test_a_step_s_budget_shortens_blocks_of_every_mode(mode: str, fixed: Engine, models: Models) -> None:
+    """Seven requests on four slots with 9 tokens a step, then with 2: requests, their drafts and pieces of prompts
+    stay within it, but for a token each and the smallest piece; texts are those of any other lengths (greedy and
+    `coupled`); no program is missing. A threshold of 0 is passed by every draft."""
+    engine = fixed
+    if mode == "threshold":
+        engine = Engine(*models, engine_config(mode=mode, slot_buckets=(4,), token_buckets=(4, 8)))
+        engine.warmup()
+    requests = [r for r in random_requests(12, seed=9) if r.verification != "rejection"]
+    before, late = engine.step_tokens, engine.counters()["late_compiles"]
+    for budget in (9, 2):
+        engine.step_tokens = budget
+        ids, results, drafts = [engine.submit(request) for request in requests], {}, []
+        while engine.has_work():
+            start = engine.counters()
+            results |= {event.id: event.result for event in engine.step() if event.result}
+            change = {name: n - start[name] for name, n in engine.counters().items() if isinstance(n, int | float)}
+            prompts = sum(size for size, _ in engine._pieces)
+            working = change["tokens_computed"] - change["padding_tokens"] - change["scheduled"]
+            assert working + change["scheduled"] + prompts <= max(budget, working + prompts)
+            drafts.append(change["scheduled"] / max(working, 1))
+        assert [results[i].tokens for i in ids] == [want[0] for want in expected(models, requests)]
+        assert max(drafts) == (BLOCK if budget == 9 else 1) and 0 in drafts
+    assert engine.counters()["late_compiles"] == late
+    engine.step_tokens = before
+
+
 def test_the_policy_is_told_what_pieces_of_prompts_take_of_a_step(lagged: Engine, monkeypatch: Any) -> None:
     """By the table of step times, in the steps that run them and in no other: two prompts of 20 tokens in pieces of 8
     beside a request that decodes."""

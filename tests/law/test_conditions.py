@@ -19,9 +19,10 @@ from dspark_jax.config import Sampling
 from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.estimates import Score
+from dspark_jax.engine.policy import Policy, Threshold
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
-from dspark_jax.schedule import StepTimeTable, admit_top_k
+from dspark_jax.schedule import StepTimeTable, admit_threshold, admit_top_k
 from dspark_jax.schedule.choice import choose
 from dspark_jax.testing import open_slots
 from tests.law.keyed import KeyedTape, by_key, enumerate_keyed
@@ -96,8 +97,8 @@ def by_floor(rows: np.ndarray) -> int:
     return choose(rows, SHARED, floor_per_ms=FLOOR).drafts
 
 
-def shared_cycle(drafts: Callable[[np.ndarray], int]) -> list[float]:
-    """P(first letter) of each request's first letter; ``drafts`` in all by the block's own survivals ``[2, 2]``."""
+def shared_cycle(lengths: Callable[[np.ndarray], np.ndarray]) -> list[float]:
+    """P(first letter) of each request's first letter; ``lengths [2]`` by the block's own survivals ``[2, 2]``."""
 
     def confidence(k: int, tokens: tuple[int, ...]) -> float:
         if k == 0:
@@ -114,8 +115,8 @@ def shared_cycle(drafts: Callable[[np.ndarray], int]) -> list[float]:
         static = cycle.Static(noise=tape)
         proposal = cycle.draft(drafter, state, num_drafts=2, static=static)
         known, which = np.unique(np.asarray(survivals(proposal)).reshape(-1, 4), axis=0, return_inverse=True)
-        lengths = [admit_top_k(rows.reshape(2, 2), drafts(rows.reshape(2, 2))) for rows in known]
-        admitted = jnp.asarray(np.stack(lengths)[which.reshape(-1)].reshape(-1), jnp.int32)
+        found = [lengths(rows.reshape(2, 2)) for rows in known]
+        admitted = jnp.asarray(np.stack(found)[which.reshape(-1)].reshape(-1), jnp.int32)
         _, result = cycle.step(target, drafter, state, proposal, admitted, static=static)
         return np.asarray(result.tokens)
 
@@ -128,12 +129,38 @@ def test_a_floor_from_old_scores_does_not_bias(x64: None) -> None:
     wanted = [by_floor(np.array([a, B])) for a in A]
     assert wanted == [4, 2] and [choose(np.array([a, B]), SHARED).drafts for a in A] == [2, 2]
     for old in wanted:
-        assert shared_cycle(lambda rows, old=old: old) == pytest.approx([0.7, 0.7], abs=EXACT)
+        assert shared_cycle(lambda rows, old=old: admit_top_k(rows, old)) == pytest.approx([0.7, 0.7], abs=EXACT)
 
 
 def test_a_floor_from_the_block_s_own_scores_biases(x64: None) -> None:
     """A is verified only behind the first letter: 0.5 + 0.5 * 0.7 = 0.85."""
-    assert shared_cycle(by_floor) == pytest.approx([0.85, 0.7], abs=EXACT)
+    found = shared_cycle(lambda rows: admit_top_k(rows, by_floor(rows)))
+    assert found == pytest.approx([0.85, 0.7], abs=EXACT)
+
+
+# ---- the budget of tokens at fixed length and by a threshold -----------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Policy, Threshold])
+def test_blocks_that_are_shortened_to_a_step_s_room_do_not_bias(policy: type[Policy], x64: None) -> None:
+    """From room for nothing but the requests to room for whole blocks: shares go by count, and a threshold of 0.5 cuts
+    A's second draft only behind the second letter, as it may (Algorithm 1 is no more causal). 0.7 everywhere."""
+
+    def lengths(rows: np.ndarray, room: int) -> np.ndarray:
+        most = policy(2).decide(0, [object()] * 2, None, room=room).most  # type: ignore[list-item]
+        assert most is not None and most.sum() == min(room - 2, 4)
+        conditional = rows / np.concatenate([np.ones((2, 1)), rows[:, :1]], axis=1)
+        return np.minimum(admit_threshold(conditional, 0.5), most) if policy is Threshold else most
+
+    for room in range(2, 7):
+        assert shared_cycle(partial(lengths, room=room)) == pytest.approx([0.7, 0.7], abs=EXACT)
+
+
+def test_a_share_by_the_block_s_own_scores_biases(x64: None) -> None:
+    """Room for one draft of A, given to it only where its block sums to more than 1: behind the first letter, which is
+    then accepted. 0.5 + 0.5 * 0.7 = 0.85."""
+    found = shared_cycle(lambda rows: np.array([int(rows[0].sum() > 1.0), 2]))
+    assert found == pytest.approx([0.85, 0.7], abs=EXACT)
 
 
 # ---- which scores the policy takes -------------------------------------------------------------------------------
