@@ -21,6 +21,10 @@ PRIOR = 0.8
 DECAY = 0.9
 """Of a score's distance from the online average, with every cycle that brought no newer one."""
 
+FORGET, WEIGHT = 0.995, 1.0
+"""Of what a new pair of scores adds to the slope between them: the share that older ones keep with every cycle, and
+what stands beside them at first, as sums of squares, at a slope of 1 (scores are believed until they prove fickle)."""
+
 PROBE_FIRST, PROBE_LAST = 8, 64
 """Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""
 
@@ -54,12 +58,37 @@ class Score:
     stay: int = 0  # ``Tenant.stays`` of that cycle
 
 
+class Slope:
+    """Running slope of a regression line through the origin, between 0 and 1."""
+
+    def __init__(self) -> None:
+        self._both = self._first = WEIGHT
+
+    @property
+    def value(self) -> float:
+        return min(max(self._both / self._first, 0.0), 1.0)
+
+    def add(self, first: np.ndarray, second: np.ndarray) -> None:
+        """Pairs ``[N, G]`` of a cycle."""
+        self._both = FORGET * self._both + float(np.vdot(first, second))
+        self._first = FORGET * self._first + float(np.vdot(first, first))
+
+
 class Confidences:
-    """Survivals by the confidence head: the request's own newest ones, on their way to the average of all."""
+    """Survivals by the confidence head: the request's own newest ones, on their way to the average of all.
+
+    A block whose score was high is followed by lower ones and the other way round: scores regress to the mean. How far
+    is learned from pairs of a request's scores that lie as far apart as a decision and what it knows, LAG cycles:
+    the slope of the later one on the earlier one, both as distances from the average that was known with the earlier.
+    Scores are compared with scores and not with what was accepted, since of a block only what was admitted shows, and
+    that was chosen by its own score.
+    """
 
     def __init__(self, drafts: int) -> None:
         self._average = PRIOR ** np.arange(1, drafts + 1)
         self._unread: deque[tuple[int, list[Score]]] = deque()
+        self._averages: dict[int, np.ndarray] = {}  # as they were known behind the last cycles
+        self._slope = Slope()
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         """Scores of a settled cycle that drafted."""
@@ -67,8 +96,9 @@ class Confidences:
             self._unread.append((cycle, list(scores)))
 
     def forget(self) -> None:
-        """Cycles begin at 0 again: what is unread is of none of them. The averages stay."""
+        """Cycles begin at 0 again: what is unread is of none of them. The averages stay, and so does the slope."""
         self._unread.clear()
+        self._averages.clear()
 
     def advance(self, cycle: int) -> None:
         """Takes in what cycle ``cycle`` may know."""
@@ -76,14 +106,30 @@ class Confidences:
             self._learn(*self._unread.popleft())
 
     def _learn(self, cycle: int, scores: list[Score]) -> None:
+        pairs = []
         for score in scores:
-            if score.stay == score.tenant.stays:  # else of before a preemption: it begins from the prior
-                score.tenant.score = (cycle, score.survival)
+            tenant = score.tenant
+            if score.stay != tenant.stays:  # of before a preemption: it begins from the prior
+                continue
+            for known in (tenant.earlier, tenant.score):
+                if known is not None and known[0] == cycle - LAG:
+                    pairs.append((known[1], score.survival))
+            tenant.earlier, tenant.score = tenant.score, (cycle, score.survival)
+        if pairs and cycle - LAG in self._averages:
+            distances = np.array(pairs, np.float64) - self._averages[cycle - LAG]  # [N, 2, G]
+            self._slope.add(distances[:, 0], distances[:, 1])
         mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
         self._average = 0.9 * self._average + 0.1 * mean
+        self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
+
+    def expected(self, rows: np.ndarray) -> np.ndarray:
+        """``[N, G]`` survivals of the blocks to come, of requests whose ``survival`` is ``rows``. Non-increasing as
+        these are: a mean of two such rows is, rounded or not."""
+        slope = self._slope.value
+        return np.minimum(slope * rows + (1.0 - slope) * self._average, 1.0)
 
     def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
-        """``[G]``. A new tenant starts from the average, never from what its slot last saw."""
+        """``[G]`` as last scored. A new tenant starts from the average, never from what its slot last saw."""
         if tenant.score is None:
             return self._average
         at, row = tenant.score
@@ -136,3 +182,7 @@ class Acceptances(Confidences):
 
     def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
         return np.cumprod(self.conditional(tenant))
+
+    def expected(self, rows: np.ndarray) -> np.ndarray:
+        """They are means already."""
+        return rows

@@ -12,7 +12,7 @@ from dspark_jax.calibrate import sts
 from dspark_jax.config import Sampling
 from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
-from dspark_jax.engine.estimates import PRIOR, Acceptances, Confidences, Score
+from dspark_jax.engine.estimates import FORGET, PRIOR, WEIGHT, Acceptances, Confidences, Score
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.policy import OUTSIDE, Costs, Policy, Temperatures, Threshold
 from dspark_jax.engine.request import Checked
@@ -92,6 +92,66 @@ def test_without_a_new_score_the_last_one_decays_towards_the_average() -> None:
         want = average + 0.9**later * (np.array([0.5, 0.1]) - average)
         np.testing.assert_allclose(estimates.survival(t, 7 + later), want)
     assert estimates.fresh(t, 7) and not estimates.fresh(t, 8)
+
+
+def test_old_scores_regress_to_the_mean_as_far_as_they_have_proved_to() -> None:
+    """Believed at first; one pair of scores two cycles apart, by hand, its distances from the average that was known
+    with the earlier one. Scores one cycle apart, or with a stay elsewhere between them, are no pair."""
+    rows = {0: np.array([0.5, 0.1]), 1: np.array([0.9, 0.9]), 2: np.array([0.7, 0.6])}
+    estimates, t, moved = Confidences(2), tenant(0), tenant(1)
+    average = np.array([PRIOR, PRIOR**2])
+    for cycle, row in rows.items():
+        assert estimates._slope.value == 1.0
+        np.testing.assert_array_equal(estimates.expected(rows[0][None]), rows[0][None])
+        other = dataclasses.replace(score(moved, *row), stay=moved.stays)
+        estimates.observe(cycle, [score(t, *row)] + ([other] if cycle != 1 else []))
+        if cycle == 0:
+            average = 0.9 * average + 0.1 * row
+            moved.leave()
+        estimates.advance(cycle + 2)
+    assert moved.score is not None and moved.earlier is None  # that of cycle 0 was of before it left
+    first, second = rows[0] - average, rows[2] - average
+    slope = (FORGET * WEIGHT + first @ second) / (FORGET * WEIGHT + first @ first)
+    assert 0.5 < slope < 0.9 and estimates._slope.value == pytest.approx(slope)
+    want = slope * rows[0] + (1 - slope) * estimates._average
+    np.testing.assert_allclose(estimates.expected(rows[0][None]), want[None])
+
+
+@pytest.mark.parametrize(("lasting", "correlation", "slope"), [(0.0, 0.8, 0.64), (0.0, 0.0, 0.0), (0.2, 0.0, 1.0)])
+def test_the_slope_is_that_of_the_scores(lasting: float, correlation: float, slope: float) -> None:
+    """32 requests for 600 cycles: scores that forget (0.8 a cycle, so 0.64 in two), ones that have nothing to do with
+    those before, and ones that differ from request to request and in nothing else. Within 0.06."""
+    rng = np.random.default_rng(0)
+    tenants, state = [tenant(n) for n in range(32)], rng.normal(size=32)
+    own, estimates = lasting * rng.uniform(-1, 1, 32), Confidences(2)
+    for cycle in range(600):
+        fresh = np.sqrt(1 - correlation**2) * rng.normal(size=32)
+        state = correlation * state + fresh
+        first = np.clip(0.5 + own + (0.0 if lasting else 0.1) * state, 0.0, 1.0)
+        estimates.observe(cycle, [score(t, x, x * x) for t, x in zip(tenants, first, strict=True)])
+        estimates.advance(cycle + 2)
+    assert estimates._slope.value == pytest.approx(slope, abs=0.06)
+    rows = np.sort(rng.random((500, 2)))[:, ::-1]
+    expected = estimates.expected(rows)
+    assert (expected[:, 1] <= expected[:, 0]).all() and (expected >= 0).all() and (expected <= 1).all()
+
+
+def test_what_is_expected_knows_nothing_of_the_last_two_cycles() -> None:
+    """Two runs that are alike up to cycle 9 and unlike from then on choose alike up to cycle 11, by scores that have
+    regressed meanwhile; and unlike in cycle 12. So the slope is as old as the scores it is used on."""
+    runs = []
+    for later in (0.99, 0.05):
+        rng, policy, tenants = np.random.default_rng(3), Lagged(3), [tenant(n) for n in range(8)]
+        found = []
+        for cycle in range(13):
+            found.append((policy.decide(cycle, tenants, costs_of(step_times())).drafts, policy._estimates._slope.value))
+            rows = np.cumprod(rng.uniform(0.3, 1.0, (8, 3)), axis=1)
+            if cycle >= 10:
+                rows = np.full((8, 3), later)
+            policy.observe(cycle, [score(t, *row) for t, row in zip(tenants, rows, strict=True)])
+        runs.append(found)
+    assert runs[0][:12] == runs[1][:12] and runs[0][12] != runs[1][12]
+    assert 0.0 < runs[0][11][1] < 0.9
 
 
 def test_acceptance_by_position_is_learned_where_there_is_no_confidence_head() -> None:

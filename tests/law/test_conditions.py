@@ -62,6 +62,26 @@ def test_a_least_gain_from_old_scores_does_not_bias(x64: None) -> None:
     np.testing.assert_allclose(marginals, 0.7, rtol=0, atol=EXACT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slope", [0.6, 0.3])
+def test_old_scores_that_have_regressed_do_not_bias(slope: float, x64: None) -> None:
+    """As the test above, with a slope learned before: four drafts behind three first letters and none otherwise (their
+    sum of 2.97, or of 2.50 at most, is moved towards the average's 2.4; they pay from 2.6 on), or none at all."""
+    table = StepTimeTable(tokens=[1, 2, 3, 4, 5], milliseconds=[1.0, *[3.6] * 4])
+
+    def capacities(old: np.ndarray) -> np.ndarray:
+        def regressed(policy: Lagged) -> None:
+            policy._estimates._slope._both *= slope
+
+        return lagged_capacities(old, table, prepare=regressed)
+
+    rows = np.array([[0.8, 0.24, 0.072, 0.0216], [0.8, 0.76, 0.722, 0.217], [0.8, 0.76, 0.722, 0.6859]])
+    assert capacities(rows).tolist() == ([0, 0, 4] if slope == 0.6 else [0, 0, 0])
+    error, marginals = three_cycles(without_the_second_block(by_key), (4 + 1) + 1 + (4 + 4 + 1), capacities)
+    assert error <= EXACT
+    np.testing.assert_allclose(marginals, 0.7, rtol=0, atol=EXACT)
+
+
 def test_a_least_gain_from_the_block_s_own_scores_biases(x64: None) -> None:
     """Survivals (0.8, 0.72) behind the first letter and (0.8, 0) behind the second; two drafts by old scores, but only
     if they gain 0.9 by the block's own: 2.52 / 1.25 = 2.02 does, 1.8 / 1.25 = 1.44 does not. The first letter is always
