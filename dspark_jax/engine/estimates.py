@@ -59,7 +59,8 @@ class Score:
 
 
 class Slope:
-    """Running slope of a regression line through the origin, between 0 and 1."""
+    """Running slope of a regression line through the origin, between 0 and 1. Cycles count alike, however many requests
+    they have, so that it follows a load that changes."""
 
     def __init__(self) -> None:
         self._both = self._first = WEIGHT
@@ -70,16 +71,20 @@ class Slope:
 
     def add(self, first: np.ndarray, second: np.ndarray) -> None:
         """Pairs ``[N, G]`` of a cycle."""
-        self._both = FORGET * self._both + float(np.vdot(first, second))
-        self._first = FORGET * self._first + float(np.vdot(first, first))
+        self._both = FORGET * self._both + float(np.vdot(first, second)) / len(first)
+        self._first = FORGET * self._first + float(np.vdot(first, first)) / len(first)
 
 
 class Confidences:
     """Survivals by the confidence head: the request's own newest ones, on their way to the average of all.
 
     A block whose score was high is followed by lower ones and the other way round: scores regress to the mean. How far
-    is learned from pairs of a request's scores that lie as far apart as a decision and what it knows, LAG cycles:
-    the slope of the later one on the earlier one, both as distances from the average that was known with the earlier.
+    is learned from scores that lie as far apart as a decision and what it knows, LAG cycles: the slope of the later
+    ones on the earlier ones, both as distances from the average that was known with the earlier. A capacity asks how
+    many drafts will be how likely, and not whose they are, since those that turn out likely are the ones admitted. So
+    at every position the likeliest of the requests is compared with the likeliest of then, the second with the second,
+    and so on: of one request alone a high score tells little, a thousand vary as a thousand did (a slope near 1).
+
     Scores are compared with scores and not with what was accepted, since of a block only what was admitted shows, and
     that was chosen by its own score.
     """
@@ -116,15 +121,16 @@ class Confidences:
                     pairs.append((known[1], score.survival))
             tenant.earlier, tenant.score = tenant.score, (cycle, score.survival)
         if pairs and cycle - LAG in self._averages:
-            distances = np.array(pairs, np.float64) - self._averages[cycle - LAG]  # [N, 2, G]
+            ranked = np.sort(np.array(pairs, np.float64), axis=0)  # [N, 2, G]
+            distances = ranked - self._averages[cycle - LAG]
             self._slope.add(distances[:, 0], distances[:, 1])
         mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
         self._average = 0.9 * self._average + 0.1 * mean
         self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
-        """``[N, G]`` survivals of the blocks to come, of requests whose ``survival`` is ``rows``. Non-increasing as
-        these are: a mean of two such rows is, rounded or not."""
+        """``[N, G]`` what the blocks to come will be worth, of requests whose ``survival`` is ``rows``. Non-increasing
+        as these are: a mean of two such rows is, rounded or not."""
         slope = self._slope.value
         return np.minimum(slope * rows + (1.0 - slope) * self._average, 1.0)
 

@@ -117,20 +117,27 @@ def test_old_scores_regress_to_the_mean_as_far_as_they_have_proved_to() -> None:
     np.testing.assert_allclose(estimates.expected(rows[0][None]), want[None])
 
 
-@pytest.mark.parametrize(("lasting", "correlation", "slope"), [(0.0, 0.8, 0.64), (0.0, 0.0, 0.0), (0.2, 0.0, 1.0)])
-def test_the_slope_is_that_of_the_scores(lasting: float, correlation: float, slope: float) -> None:
-    """32 requests for 600 cycles: scores that forget (0.8 a cycle, so 0.64 in two), ones that have nothing to do with
-    those before, and ones that differ from request to request and in nothing else. Within 0.06."""
+@pytest.mark.parametrize(
+    ("requests", "lasting", "correlation", "slope"),
+    [(1, 0.0, 0.8, 0.64), (1, 0.0, 0.0, 0.0), (2, 0.0, 0.0, 1 / np.pi), (200, 0.0, 0.0, 1.0), (8, 0.2, 0.0, 1.0)],
+)
+def test_the_slope_is_that_of_the_scores(requests: int, lasting: float, correlation: float, slope: float) -> None:
+    """Scores of one request that forgets (0.8 a cycle, so 0.64 in two), and of one whose scores have nothing to do with
+    those before. Of two such the higher one is followed by a higher one: the mean of the larger of two normal numbers
+    is 1 / sqrt(pi). 200 vary as 200 did. Nor is there regression where requests differ and nothing else. Within
+    0.08, the mean over the last cycles of 4,000."""
     rng = np.random.default_rng(0)
-    tenants, state = [tenant(n) for n in range(32)], rng.normal(size=32)
-    own, estimates = lasting * rng.uniform(-1, 1, 32), Confidences(2)
-    for cycle in range(600):
-        fresh = np.sqrt(1 - correlation**2) * rng.normal(size=32)
-        state = correlation * state + fresh
+    tenants, state, slopes = [tenant(n) for n in range(requests)], rng.normal(size=requests), []
+    own, estimates = lasting * rng.uniform(-1, 1, requests), Confidences(2)
+    for cycle in range(4000):
+        state = correlation * state + np.sqrt(1 - correlation**2) * rng.normal(size=requests)
         first = np.clip(0.5 + own + (0.0 if lasting else 0.1) * state, 0.0, 1.0)
-        estimates.observe(cycle, [score(t, x, x * x) for t, x in zip(tenants, first, strict=True)])
+        estimates.observe(cycle, [score(t, x, 0.5 * x) for t, x in zip(tenants, first, strict=True)])
         estimates.advance(cycle + 2)
-    assert estimates._slope.value == pytest.approx(slope, abs=0.06)
+        estimates._average = np.array([0.5, 0.25])
+        estimates._averages = dict.fromkeys(estimates._averages, estimates._average)
+        slopes.append(estimates._slope.value)
+    assert np.mean(slopes[500:]) == pytest.approx(slope, abs=0.08)
     rows = np.sort(rng.random((500, 2)))[:, ::-1]
     expected = estimates.expected(rows)
     assert (expected[:, 1] <= expected[:, 0]).all() and (expected >= 0).all() and (expected <= 1).all()
@@ -151,7 +158,7 @@ def test_what_is_expected_knows_nothing_of_the_last_two_cycles() -> None:
             policy.observe(cycle, [score(t, *row) for t, row in zip(tenants, rows, strict=True)])
         runs.append(found)
     assert runs[0][:12] == runs[1][:12] and runs[0][12] != runs[1][12]
-    assert 0.0 < runs[0][11][1] < 0.9
+    assert 0.0 < runs[0][11][1] < 0.99
 
 
 def test_acceptance_by_position_is_learned_where_there_is_no_confidence_head() -> None:
