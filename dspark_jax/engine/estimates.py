@@ -70,9 +70,10 @@ class Slope:
         return min(max(self._both / self._first, 0.0), 1.0)
 
     def add(self, first: np.ndarray, second: np.ndarray) -> None:
-        """Pairs ``[N, G]`` of a cycle."""
-        self._both = FORGET * self._both + float(np.vdot(first, second)) / len(first)
-        self._first = FORGET * self._first + float(np.vdot(first, first)) / len(first)
+        """Pairs ``[G, N]`` of a cycle."""
+        count = first.shape[1]
+        self._both = FORGET * self._both + float(np.vdot(first, second)) / count
+        self._first = FORGET * self._first + float(np.vdot(first, first)) / count
 
 
 class Confidences:
@@ -111,21 +112,21 @@ class Confidences:
             self._learn(*self._unread.popleft())
 
     def _learn(self, cycle: int, scores: list[Score]) -> None:
-        pairs = []
-        for score in scores:
+        rows = np.asarray([score.survival for score in scores], np.float64)
+        earlier, later = [], []  # rows of survivals, and the places of those that follow them
+        for place, score in enumerate(scores):
             tenant = score.tenant
             if score.stay != tenant.stays:  # of before a preemption: it begins from the prior
                 continue
             for known in (tenant.earlier, tenant.score):
                 if known is not None and known[0] == cycle - LAG:
-                    pairs.append((known[1], score.survival))
+                    earlier.append(known[1])
+                    later.append(place)
             tenant.earlier, tenant.score = tenant.score, (cycle, score.survival)
-        if pairs and cycle - LAG in self._averages:
-            ranked = np.sort(np.array(pairs, np.float64), axis=0)  # [N, 2, G]
-            distances = ranked - self._averages[cycle - LAG]
-            self._slope.add(distances[:, 0], distances[:, 1])
-        mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
-        self._average = 0.9 * self._average + 0.1 * mean
+        if earlier and cycle - LAG in self._averages:
+            average = self._averages[cycle - LAG][:, None]
+            self._slope.add(_ranked(np.asarray(earlier, np.float64)) - average, _ranked(rows[later]) - average)
+        self._average = 0.9 * self._average + 0.1 * rows.mean(axis=0)
         self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
@@ -151,6 +152,11 @@ class Confidences:
     def fresh(self, tenant: Tenant, cycle: int) -> bool:
         """Its newest score is the newest that this cycle may know."""
         return tenant.score is not None and tenant.score[0] == cycle - LAG
+
+
+def _ranked(rows: np.ndarray) -> np.ndarray:
+    """``[G, N]``: at each position the survivals of N requests ``[N, G]``, in order."""
+    return np.sort(rows.T, axis=1)
 
 
 class Acceptances(Confidences):
