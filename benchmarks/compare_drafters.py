@@ -12,10 +12,14 @@ Time is what the training process computes (user and system time of all its thre
 its log: start-up, compilation, the last checkpoint and the evaluation do not count. Wall-clock time would depend on
 what else the machine does. The first ``PROBE`` steps say what a step costs; from that follows the number of steps of
 the row, the last quarter of them with a falling learning rate (``wsd``). Rows read the same records in the same order;
-a cheaper step sees more of them.
+a cheaper step sees more of them. The numbers of steps are kept in ``OUT_rows/plans.json`` and used again: with
+``--plan`` all rows are probed on one machine on one day, and may then be trained on others.
 
 Killed and started again, finished rows are kept and a begun one goes on from its last checkpoint. ``--only a,b`` trains
 these rows and compares all that are finished.
+
+Every row that was decoded is also kept in ``OUT_rows/NAME.json`` (``kept_rows.py``). One that is kept there, and has no
+run in ``--runs``, is taken from there: a comparison may be made in pieces, on several days.
 """
 
 from __future__ import annotations
@@ -28,10 +32,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from report import environment
+import kept_rows
+from kept_rows import KeptRow
+from report import environment, processor
 
 from dspark_jax.config_toml import load_toml
 from dspark_jax.evaluate.config import EvaluateConfig
@@ -40,6 +47,7 @@ from dspark_jax.evaluate.report import show, table
 ROOT = Path(__file__).resolve().parents[1]
 PROBE = 20
 """Steps that are timed, but for those before the first line of the log, which compile."""
+PLANS = "plans"
 NEVER = "run.evaluate_every_s=1e9"
 """No held-out measurements during training: they would count as training."""
 
@@ -69,6 +77,8 @@ class CompareConfig:
         names = [row.name for row in self.rows]
         if len(set(names)) < len(names) or self.reference not in names:
             raise ValueError(f"rows need different names, one of them {self.reference!r}, found {', '.join(names)}")
+        if PLANS in names:
+            raise ValueError(f"a row cannot be named {PLANS!r}: so is the file of plans beside the rows")
 
 
 def cpu_seconds(pid: int) -> float | None:
@@ -117,10 +127,60 @@ def leg(row: Row, folder: Path, steps: int, decay: int, threads: int, overrides:
     return seen
 
 
-def train(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str]) -> dict[str, Any]:
+class Plans:
+    """The numbers of steps of the rows, in a file. Raises SystemExit for one that is no such file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+        except ValueError as error:
+            raise SystemExit(f"{path}: not a file of plans ({error}); delete it") from error
+
+    def of(self, row: Row, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The plan of a row, None where it was not probed yet. Raises SystemExit where it is for something else."""
+        found = self._known.get(row.name)
+        if found is not None and {key: found[key] for key in wanted} != wanted:
+            raise SystemExit(f"{self.path}: {row.name} was probed otherwise ({found} instead of {wanted}); delete it")
+        return found
+
+    def add(self, row: Row, plan: dict[str, Any]) -> None:
+        """Writes a plan down."""
+        self._known[row.name] = plan
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self._known, indent=1) + "\n")
+        scratch.replace(self.path)
+
+
+def wanted_of(row: Row, seconds: float, threads: int) -> dict[str, Any]:
+    """What decides a row's number of steps."""
+    return {"seconds": seconds, "threads": threads, "set": list(row.set)}
+
+
+def probe(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str], plans: Plans) -> dict[str, Any]:
+    """How many steps a row gets. Where no plan says, ``PROBE`` steps are trained in a folder beside ``folder``."""
+    wanted = wanted_of(row, seconds, threads)
+    known = plans.of(row, wanted)
+    if known is None:
+        place = folder.with_name(folder.name + "-probe")
+        shutil.rmtree(place, ignore_errors=True)  # one that was not finished
+        seen = leg(row, place, PROBE, 0, threads, overrides)
+        shutil.rmtree(place)
+        (first, begun), (last, ended) = seen[0], seen[-1]
+        if last == first:
+            raise SystemExit(f"{row.name}: fewer than two lines of the log in {PROBE} steps; lower run.log_every")
+        per_step = (ended - begun) / (last - first)
+        steps = max(PROBE + 4, round(seconds / per_step))
+        known = {**wanted, "steps": steps, "probe_seconds_per_step": round(per_step, 4), "processor": processor()}
+        plans.add(row, known)
+    return known
+
+
+def train(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str], plans: Plans) -> dict[str, Any]:
     """Trains a row for its time; returns what is to be said about it. A finished one is left as it is."""
-    done, plan = folder / "done.json", folder / "plan.json"
-    wanted = {"seconds": seconds, "threads": threads, "set": list(row.set)}
+    done = folder / "done.json"
+    wanted = wanted_of(row, seconds, threads)
     if done.is_file():
         known = json.loads(done.read_text())
         if {key: known[key] for key in wanted} != wanted:
@@ -128,21 +188,14 @@ def train(row: Row, folder: Path, seconds: float, threads: int, overrides: list[
                 f"{folder} was trained otherwise ({known} instead of {wanted}); delete it or change --runs"
             )
         return known
-    if not plan.is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # a probe that was not finished
-        seen = leg(row, folder, PROBE, 0, threads, overrides)
-        (first, begun), (last, ended) = seen[0], seen[-1]
-        if last == first:
-            raise SystemExit(f"{row.name}: fewer than two lines of the log in {PROBE} steps; lower run.log_every")
-        per_step = (ended - begun) / (last - first)
-        steps = max(PROBE + 4, round(seconds / per_step))
-        plan.write_text(json.dumps({"steps": steps, "probe_seconds_per_step": per_step}))
-    steps = json.loads(plan.read_text())["steps"]
+    plan = probe(row, folder, seconds, threads, overrides, plans)
+    steps = plan["steps"]
     seen = leg(row, folder, steps, steps // 4, threads, overrides)
     line = next(x for x in reversed(metrics(folder)) if "ce" in x)
     cost = (seen[-1][1] - seen[0][1]) / max(seen[-1][0] - seen[0][0], 1) if len(seen) > 1 else None
     result = {**wanted, "steps": steps, "positions": line["positions"], "records": line["records"]}
     result |= {"cpu_seconds_per_step": None if cost is None else round(cost, 3)}
+    result["probe_seconds_per_step"] = plan["probe_seconds_per_step"]
     done.write_text(json.dumps(result))
     return result
 
@@ -167,7 +220,7 @@ def evaluate(config: CompareConfig, rows: list[Row], runs: Path, overrides: list
     return json.loads((runs / "evaluation" / "results.json").read_text())
 
 
-def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results: dict[str, Any]) -> str:
+def markdown(config: CompareConfig, trained: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Any]) -> str:
     """The table of every way of sampling."""
     parts = [
         "# Drafters at equal training time\n",
@@ -175,7 +228,7 @@ def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results:
         "rolled-out decoding, full blocks. Brackets: 95 % intervals, prompts resampled within their sets. Later "
         f"positions: mean conditional acceptance at positions 2 to the last, and its ratio to {config.reference}.\n",
     ]
-    for run, rows in results["runs"].items():
+    for run, rows in runs.items():
         groups = [name for name in rows[0]["tau"] if name not in ("all", "macro")]
         head = [
             "drafter",
@@ -190,12 +243,10 @@ def markdown(config: CompareConfig, trained: dict[str, dict[str, Any]], results:
         ]
         body = []
         for entry in rows:
-            if entry["name"] not in trained:
-                continue
             known = trained[entry["name"]]
-            used = known["cpu_seconds_per_step"]
+            used = known["probe_seconds_per_step"]
             cells = [
-                f"{known['seconds'] if used is None else used * known['steps']:.0f}",
+                f"{used * known['steps']:.0f}",
                 str(known["steps"]),
                 f"{known['positions'] / 1e6:.2f} M",
             ]
@@ -212,6 +263,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the training runs and the evaluation")
     parser.add_argument("--out", type=Path, required=True, help="result without ending: OUT.md and OUT.json")
     parser.add_argument("--only", default="", help="rows to train, separated by commas; empty: all")
+    parser.add_argument("--plan", action="store_true", help="only find the numbers of steps")
     parser.add_argument("--threads", type=int, default=2, help="cores of a training process")
     parser.add_argument("--prompts", type=Path, help="folder with the evaluation's prompt files, by their names")
     parser.add_argument(
@@ -227,13 +279,25 @@ def main() -> None:
     unknown = chosen - {row.name for row in config.rows}
     if unknown:
         parser.error(f"--only: no such rows: {', '.join(sorted(unknown))}")
+    store = args.out.with_name(args.out.name + "_rows")
+    plans = Plans(store / f"{PLANS}.json")
     trained: dict[str, dict[str, Any]] = {}
+    kept: dict[str, KeptRow] = {}
     for row in config.rows:
-        folder = runs / row.name
+        folder, file = runs / row.name, store / f"{row.name}.json"
+        if file.is_file() and not folder.exists():
+            kept[row.name] = KeptRow.load(file)
+            continue
         if chosen and row.name not in chosen and not (folder / "done.json").is_file():
             continue
-        print(f"{row.name}: {row.seconds or config.seconds:g} CPU seconds", flush=True)
-        trained[row.name] = train(row, folder, row.seconds or config.seconds, args.threads, args.set_all)
+        seconds = row.seconds or config.seconds
+        print(f"{row.name}: {seconds:g} CPU seconds", flush=True)
+        if args.plan:
+            print(f"{row.name}: {probe(row, folder, seconds, args.threads, args.set_all, plans)['steps']} steps")
+        else:
+            trained[row.name] = train(row, folder, seconds, args.threads, args.set_all, plans)
+    if args.plan:
+        return
     changes = list(args.set_evaluate)
     if args.prompts is not None:
         listed = ", ".join(
@@ -242,13 +306,22 @@ def main() -> None:
             for s in load_toml(config.evaluate, EvaluateConfig, []).suites
         )
         changes.insert(0, f"suites=[{listed}]")
-    results = evaluate(config, [row for row in config.rows if row.name in trained], runs, changes)
-    text = markdown(config, trained, results)
+    made = environment()
+    if trained:
+        results = evaluate(config, [row for row in config.rows if row.name in trained], runs, changes)
+        for name, facts in trained.items():
+            kept[name] = KeptRow.of(name, facts, runs / "evaluation", results, made)
+            kept[name].save(store)
+    if not kept:
+        parser.error(f"nothing to compare: no row is trained in {args.runs} or kept in {store}")
+    settings = load_toml(config.evaluate, EvaluateConfig, changes)
+    rows = [kept[row.name] for row in config.rows if row.name in kept]
+    measured = kept_rows.measure(rows, config.reference, {s.name: s.group for s in settings.suites}, settings.bootstrap)
+    text = markdown(config, {row.name: row.trained for row in rows}, measured)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    rows = {run: [entry for entry in found if entry["name"] in trained] for run, found in results["runs"].items()}
-    content = {**environment(), "reference": config.reference, "trained": trained, "suites": results["suites"]}
-    content |= {"settings": results["settings"], "runs": rows}
+    content = {**made, "reference": config.reference, "trained": {row.name: dict(row.trained) for row in rows}}
+    content |= {"settings": dict(rows[0].headers), "runs": measured}
     args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(text)
 

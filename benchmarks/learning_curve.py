@@ -10,6 +10,9 @@ about the line and nothing else: that the points come from one run, and that a c
 under a falling learning rate lie above the others and are marked; the line through the ends of such stretches is given,
 too, without an interval where there are only two.
 
+A run that started from an earlier drafter (``drafter.start_from``) counts that drafter's positions on: the points of
+the earlier run come from its result file, ``--earlier``.
+
 Rolled-out points are accepted lengths of decoded text, from ``scripts/evaluate.py`` or ``bench_decode.py``.
 """
 
@@ -39,7 +42,7 @@ def held_out(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     warm = min(step for step, rate in rates.items() if rate == highest)
     points: list[dict[str, Any]] = []
     for line in lines:
-        if "heldout" not in line or line["positions"] <= 0:
+        if "heldout" not in line or line["step"] <= 0:  # what another run has ended with, or nothing learnt yet
             continue
         before = [step for step in rates if step <= line["step"]]
         falling = bool(before) and max(before) > warm and rates[max(before)] < FALLING * highest
@@ -50,6 +53,18 @@ def held_out(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         points.append({"step": line["step"], "positions": line["positions"], "falling": falling, "widths": widths})
     for point, following in zip(points, [*points[1:], None], strict=True):
         point["end"] = point["falling"] and (following is None or not following["falling"])
+    return points
+
+
+def read_earlier(path: Path, before: float) -> list[dict[str, Any]]:
+    """The points of a result file. Raises ValueError where it is none, or does not end ``before`` the run begins."""
+    try:
+        points = json.loads(path.read_text(encoding="utf-8"))["points"]
+        last = max(point["positions"] for point in points)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--earlier {path}: no result of this command ({error})") from error
+    if last > before:
+        raise ValueError(f"--earlier {path}: ends at {last:.0f} positions, but the run begins at {before:.0f}")
     return points
 
 
@@ -121,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a training run")
     parser.add_argument("--to", type=float, default=12e6, help="positions to carry the fits on to")
+    parser.add_argument("--earlier", type=Path, help="result (JSON) of the run that this one started from")
     parser.add_argument("--rolled-out", action="append", default=[], metavar="POSITIONS=LENGTH")
     parser.add_argument("--rolled-out-what", default="", help="how those were measured")
     parser.add_argument("--out", type=Path, required=True, help="result without ending: OUT.json and OUT.png")
@@ -128,9 +144,16 @@ def main() -> None:
     if not (args.run / "metrics.jsonl").is_file():
         parser.error(f"{args.run}: no metrics.jsonl here; --run takes the --out of scripts/train.py")
     text = (args.run / "metrics.jsonl").read_text(encoding="utf-8")
-    points = held_out([json.loads(line) for line in text.split("\n")[:-1] if line.strip()])
+    lines = [json.loads(line) for line in text.split("\n")[:-1] if line.strip()]
+    points = held_out(lines)
     if not points:
         parser.error(f"{args.run / 'metrics.jsonl'}: no held-out measurement behind step 0")
+    if args.earlier is not None:
+        begun = next((line["positions"] for line in lines if "heldout" in line and line["step"] == 0), 0.0)
+        try:
+            points = read_earlier(args.earlier, begun) + points
+        except ValueError as error:
+            parser.error(str(error))
     rolled = [(float(a), float(b)) for a, _, b in (entry.partition("=") for entry in args.rolled_out)]
     known = environment()
     content = {

@@ -117,9 +117,10 @@ def test_a_calibration_refuses_a_drafter_that_is_not_there(tmp_path: Path, capsy
             "drafter.target_layer_ids of an MTP module .* found [1, 14, 26]",
         ),
         (("drafter.method=eagle3", "data.train=./nowhere"), "nowhere"),
+        (("drafter.start_from=./nowhere",), "drafter.start_from: ./nowhere: no such directory"),
     ],
 )
-def test_training_of_a_chain_refuses_taps_and_data_before_the_target(
+def test_training_of_a_chain_refuses_taps_data_and_its_beginning_before_the_target(
     changes: tuple[str, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -214,7 +214,7 @@ class Simulation:
             return
         self._pass(begun * self.server.prompt_ms / 1e3)
         self.sums.tokens += begun  # the one that ends a prompt
-        self._cycle(rows)
+        self._cycle(rows, begun * self.server.prompt_ms)
         self._settle(self._keep)
 
     def _pass(self, seconds: float) -> None:
@@ -235,14 +235,14 @@ class Simulation:
             self._begin(slot, anywhere=self.admitted <= self._ages)
         return count
 
-    def _cycle(self, rows: np.ndarray) -> None:
+    def _cycle(self, rows: np.ndarray, other_ms: float) -> None:
         tenants: list[Any] = [self._tenants[row] for row in rows]
         curve = self.clock.curve(rows.size)
 
         def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
             return curve, self.clock.draft_ms(sum(drafting))
 
-        decision = self.policy.decide(self.cycle, tenants, costs if self.policy.timed else None)
+        decision = self.policy.decide(self.cycle, tenants, costs if self.policy.timed else None, other_ms=other_ms)
         alive = self._end[rows] > self._at[rows]
         at = np.where(alive, self._at[rows], 0)
         ms, lengths, total, survival = curve.ms(rows.size) + self._host_ms, np.zeros(rows.size, np.int64), 0, None
@@ -282,7 +282,7 @@ class Simulation:
             found = admit_threshold(self._raw[at, : self.policy.drafts], self.arm.threshold)
         else:
             found = np.full(len(tenants), self.policy.drafts)
-        found = np.where(inside, found, 0)
+        found = np.where(inside, found if decision.most is None else np.minimum(found, decision.most), 0)
         if not self.policy.reads_back:
             return found, decision.drafts
         found = np.asarray(self.policy.lengths(tenants, decision, found, survival))

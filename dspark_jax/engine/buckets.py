@@ -52,7 +52,7 @@ class Buckets:
     contexts: tuple[int, ...]
     single: tuple[int, ...]  # finer contexts, for the target's forwards of the smallest slot bucket only
     prefill: tuple[int, ...]
-    tokens: Mapping[int, tuple[int, ...]]  # verify sizes of each slot bucket; see ``most_drafts``
+    tokens: Mapping[int, tuple[int, ...]]  # verify sizes of each slot bucket; the last one bounds drafts
     drafts: int  # drafts a block; 0 without a drafter
     skips: bool  # cycles without drafts occur
     absorb_rows: int = 1  # slots that catch up in one program
@@ -91,10 +91,6 @@ class Buckets:
         """Of slot bucket ``slots``."""
         return _at_least(self.tokens[slots], tokens, "flat tokens")
 
-    def most_drafts(self, slots: int, requests: int) -> int:
-        """Drafts that one forward can verify. Whole blocks always fit unless lengths are chosen by what they cost."""
-        return self.tokens[slots][-1] - requests
-
     def piece(self, start: int, end: int, room: int | None = None) -> Piece:
         """The next piece of a text of ``end`` tokens, from token ``start`` on: the smallest size that holds all of
         it, or the largest that fits into ``room`` tokens (None: any number) and into the cache. The smallest size is
@@ -104,15 +100,6 @@ class Buckets:
         ] or self.prefill[:1]
         size = next((size for size in fitting if size >= end - start), fitting[-1])
         return Piece(start, min(end - start, size), size, self.context_bucket(start + size))
-
-    def pieces(self, length: int, start: int = 0) -> list[Piece]:
-        """How a prompt is run where nothing else needs room: whole pieces of the largest size, then the smallest that
-        holds the rest."""
-        pieces = []
-        while start < length:
-            pieces.append(self.piece(start, length))
-            start += pieces[-1].count
-        return pieces
 
     def keys(self, longest_prompt: int) -> list[Key]:
         """Every program that can be needed, cheap ones first."""
@@ -268,6 +255,8 @@ def _tokens(
     if drafts == 0:
         return ()
     whole = slots * (drafts + 1)
+    if config.max_num_batched_tokens is not None:  # a larger forward would never be filled
+        whole = min(whole, max(config.max_num_batched_tokens, slots + skips))
     if config.token_buckets is not None:
         return (*(t for t in config.token_buckets if slots <= t < whole), whole)
     if variable:
@@ -279,4 +268,5 @@ def _tokens(
         return tuple(sorted({*sizes, whole}))
     # At fixed length a forward holds whole blocks of previous + 1 .. slots requests.
     span = slots - previous
-    return tuple(sorted({(previous + -(-span * i // wanted)) * (drafts + 1) for i in range(1, wanted + 1)}))
+    requests = (previous + -(-span * i // wanted) for i in range(1, wanted + 1))
+    return tuple(sorted({min(count * (drafts + 1), whole) for count in requests}))

@@ -36,7 +36,8 @@ class EngineConfig:
         correct_step_times: adaptive modes decide by the table as the cycles measured since would have it. Without it
             a drift is only logged.
         min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
-        speed_floor: tokens per second that adaptive modes try to keep for every request (0: none).
+        speed_floor: tokens per second that adaptive modes try to keep for every request (0: none), pieces of prompts in
+            the same step included.
         overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
         prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
         slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
@@ -52,8 +53,9 @@ class EngineConfig:
             there is room; where those at work outgrow it, the one that came last gives up its slot and goes on later.
             None: what the slots hold, which is never too little.
         max_num_batched_tokens: tokens of one step: requests that decode, their drafts, and pieces of prompts, which
-            take what the others leave: the largest piece at most, the smallest in any case. None: a whole block of
-            every slot, and the largest piece.
+            take what the others leave: the largest piece at most, the smallest in any case. Adaptive modes admit what
+            pays within it; ``fixed`` and ``threshold`` shorten all blocks alike. None: a whole block of every slot,
+            and the largest piece.
         seed: draws the seeds of requests that bring none; None: from the operating system.
     """
 

@@ -21,6 +21,10 @@ PRIOR = 0.8
 DECAY = 0.9
 """Of a score's distance from the online average, with every cycle that brought no newer one."""
 
+FORGET, WEIGHT = 0.995, 1.0
+"""Of what a new pair of scores adds to the slope between them: the share that older ones keep with every cycle, and
+what stands beside them at first, as sums of squares, at a slope of 1 (scores are believed until they prove fickle)."""
+
 PROBE_FIRST, PROBE_LAST = 8, 64
 """Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""
 
@@ -54,12 +58,43 @@ class Score:
     stay: int = 0  # ``Tenant.stays`` of that cycle
 
 
+class Slope:
+    """Running slope of a regression line through the origin, between 0 and 1. Cycles count alike, however many requests
+    they have, so that it follows a load that changes."""
+
+    def __init__(self) -> None:
+        self._both = self._first = WEIGHT
+
+    @property
+    def value(self) -> float:
+        return min(max(self._both / self._first, 0.0), 1.0)
+
+    def add(self, first: np.ndarray, second: np.ndarray) -> None:
+        """Pairs ``[G, N]`` of a cycle."""
+        count = first.shape[1]
+        self._both = FORGET * self._both + float(np.vdot(first, second)) / count
+        self._first = FORGET * self._first + float(np.vdot(first, first)) / count
+
+
 class Confidences:
-    """Survivals by the confidence head: the request's own newest ones, on their way to the average of all."""
+    """Survivals by the confidence head: the request's own newest ones, on their way to the average of all.
+
+    A block whose score was high is followed by lower ones and the other way round: scores regress to the mean. How far
+    is learned from scores that lie as far apart as a decision and what it knows, LAG cycles: the slope of the later
+    ones on the earlier ones, both as distances from the average that was known with the earlier. A capacity asks how
+    many drafts will be how likely, and not whose they are, since those that turn out likely are the ones admitted. So
+    at every position the likeliest of the requests is compared with the likeliest of then, the second with the second,
+    and so on: of one request alone a high score tells little, a thousand vary as a thousand did (a slope near 1).
+
+    Scores are compared with scores and not with what was accepted, since of a block only what was admitted shows, and
+    that was chosen by its own score.
+    """
 
     def __init__(self, drafts: int) -> None:
         self._average = PRIOR ** np.arange(1, drafts + 1)
         self._unread: deque[tuple[int, list[Score]]] = deque()
+        self._averages: dict[int, np.ndarray] = {}  # as they were known behind the last cycles
+        self._slope = Slope()
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         """Scores of a settled cycle that drafted."""
@@ -67,8 +102,9 @@ class Confidences:
             self._unread.append((cycle, list(scores)))
 
     def forget(self) -> None:
-        """Cycles begin at 0 again: what is unread is of none of them. The averages stay."""
+        """Cycles begin at 0 again: what is unread is of none of them. The averages stay, and so does the slope."""
         self._unread.clear()
+        self._averages.clear()
 
     def advance(self, cycle: int) -> None:
         """Takes in what cycle ``cycle`` may know."""
@@ -76,14 +112,31 @@ class Confidences:
             self._learn(*self._unread.popleft())
 
     def _learn(self, cycle: int, scores: list[Score]) -> None:
-        for score in scores:
-            if score.stay == score.tenant.stays:  # else of before a preemption: it begins from the prior
-                score.tenant.score = (cycle, score.survival)
-        mean = np.mean([score.survival for score in scores], axis=0, dtype=np.float64)
-        self._average = 0.9 * self._average + 0.1 * mean
+        rows = np.asarray([score.survival for score in scores], np.float64)
+        earlier, later = [], []  # rows of survivals, and the places of those that follow them
+        for place, score in enumerate(scores):
+            tenant = score.tenant
+            if score.stay != tenant.stays:  # of before a preemption: it begins from the prior
+                continue
+            for known in (tenant.earlier, tenant.score):
+                if known is not None and known[0] == cycle - LAG:
+                    earlier.append(known[1])
+                    later.append(place)
+            tenant.earlier, tenant.score = tenant.score, (cycle, score.survival)
+        if earlier and cycle - LAG in self._averages:
+            average = self._averages[cycle - LAG][:, None]
+            self._slope.add(_ranked(np.asarray(earlier, np.float64)) - average, _ranked(rows[later]) - average)
+        self._average = 0.9 * self._average + 0.1 * rows.mean(axis=0)
+        self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
+
+    def expected(self, rows: np.ndarray) -> np.ndarray:
+        """``[N, G]`` what the blocks to come will be worth, of requests whose ``survival`` is ``rows``. Non-increasing
+        as these are: a mean of two such rows is, rounded or not."""
+        slope = self._slope.value
+        return np.minimum(slope * rows + (1.0 - slope) * self._average, 1.0)
 
     def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
-        """``[G]``. A new tenant starts from the average, never from what its slot last saw."""
+        """``[G]`` as last scored. A new tenant starts from the average, never from what its slot last saw."""
         if tenant.score is None:
             return self._average
         at, row = tenant.score
@@ -99,6 +152,11 @@ class Confidences:
     def fresh(self, tenant: Tenant, cycle: int) -> bool:
         """Its newest score is the newest that this cycle may know."""
         return tenant.score is not None and tenant.score[0] == cycle - LAG
+
+
+def _ranked(rows: np.ndarray) -> np.ndarray:
+    """``[G, N]``: at each position the survivals of N requests ``[N, G]``, in order."""
+    return np.sort(rows.T, axis=1)
 
 
 class Acceptances(Confidences):
@@ -136,3 +194,7 @@ class Acceptances(Confidences):
 
     def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
         return np.cumprod(self.conditional(tenant))
+
+    def expected(self, rows: np.ndarray) -> np.ndarray:
+        """They are means already."""
+        return rows

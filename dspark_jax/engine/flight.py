@@ -48,6 +48,13 @@ class Plan:
         least[self.places] = self.decision.least
         return least
 
+    def most(self, drafts: int) -> np.ndarray:
+        """``[R]`` int32 the decision's ``most`` by row, of blocks of ``drafts``."""
+        most = np.full(self.slots, drafts, np.int32)
+        if self.decision.most is not None:
+            most[self.places] = self.decision.most
+        return most
+
 
 @dataclasses.dataclass(frozen=True)
 class Flight:

@@ -133,12 +133,17 @@ class Ground:
             lambda slots: row(slots).draft_ms or 0.0,
             self._budget,
             self.window,
+            self.config.max_num_batched_tokens,
         )
 
     def _costs(
         self, cycle: int, requests: int, slots: int, context: int, draft_context: int, spare: int
     ) -> Costs | None:
-        """What a cycle of ``requests`` in a slot bucket costs, within ``spare`` tokens; None without step times."""
+        """What a cycle of ``requests`` in a slot bucket costs, within ``spare`` tokens; None without step times.
+
+        Pieces of prompts run in programs of their own: they take tokens of the step (``spare``), and none of the verify
+        forward, so that the schedule's ``other_tokens`` is 0 here.
+        """
         times = self._times
         if times is None:
             return None
@@ -168,7 +173,8 @@ class Ground:
         room = self._refines and len(self.buckets.keys(self.window - 1)) < self._budget
         found = measured(whole / 4 if room else whole)
         if room:
-            finer = refine(self.buckets, found.step_ms, found.draft_ms, self._budget, self.window)
+            most = self.config.max_num_batched_tokens
+            finer = refine(self.buckets, found.step_ms, found.draft_ms, self._budget, self.window, most)
             self._compile(finer, progress)
             found = measured(whole - found.seconds)
         for line in found.lines():

@@ -221,10 +221,11 @@ class Engine(Tenancy):
         cells = max(t.length_bound(width) for t in working) + width
         context, draft_context = self.buckets.context_bucket(cells, slots), self.buckets.draft_context(cells)
         # Pieces of prompts have taken their share of the step's tokens.
-        spare = max(self.step_tokens - self._prefilling, len(working))
+        spare = max(self.step_tokens - sum(size for size, _ in self._pieces), len(working))
         costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
-        crowded = self._prefilling > 0 and spare < max(self.buckets.tokens[slots], default=0)
-        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded)
+        crowded = bool(self._pieces) and spare < max(self.buckets.tokens[slots], default=0)
+        other_ms = 0.0 if self._times is None else sum(self._times.piece_ms(*piece) for piece in self._pieces)
+        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded, other_ms=other_ms, room=spare)
         self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 
@@ -234,7 +235,8 @@ class Engine(Tenancy):
         if plan is None:
             return None
         working, least = plan.working, plan.least
-        drafting = int((least != OUTSIDE).sum()) if plan.decision.drafts else 0
+        # An engine that never skips has no program for a cycle without drafts: it verifies none of those it makes.
+        drafting = int((least != OUTSIDE).sum()) if plan.decision.drafts or not self.buckets.skips else 0
         self._counters.add("skipped_drafts", len(working) - drafting if self.buckets.drafts else 0)
         if not drafting:
             self._absorb([t for t in working if t.held == self.buckets.ring])
@@ -248,8 +250,9 @@ class Engine(Tenancy):
         key = Key("draft", self.buckets.slot_bucket(drafting), 0, plan.draft_context)
         rows = plan.draft_slots(key.slots)
         self._counters.add("draft_rows", key.slots)
-        total, threshold = plan.decision.drafts, self.config.confidence_threshold
-        return self._programs.draft(self._state, key, total, threshold, calibration[rows], least[rows], rows)
+        total, threshold, most = plan.decision.drafts, self.config.confidence_threshold, plan.most(self.buckets.drafts)
+        numbers = calibration[rows], least[rows], most[rows], rows
+        return self._programs.draft(self._state, key, total, threshold, *numbers)
 
     def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:
         """Dispatches the target's forward over everybody's anchor and admitted drafts."""

@@ -40,6 +40,8 @@ class Decision:
         probe: a skipping engine looks again.
         fallback: ``current`` may not look at the cycle's own scores, and does as ``lagged``.
         table, draft_ms: step times it was made with; None and 0 without.
+        other_ms: of pieces of prompts in the same step.
+        most: ``[N]`` int32: drafts verified of each request at most; None: whole blocks.
     """
 
     drafts: int
@@ -48,6 +50,15 @@ class Decision:
     fallback: bool = False
     table: StepTimeTable | None = None
     draft_ms: float = 0.0
+    other_ms: float = 0.0
+    most: np.ndarray | None = None
+
+
+def even_shares(drafts: int, requests: int, most: int) -> np.ndarray:
+    """``[requests]`` int32: ``drafts`` in all, at most ``most`` each; those that are left over go to the first ones. It
+    counts requests and looks at no score, so that it cannot bias."""
+    each, left = divmod(max(drafts, 0), requests)
+    return np.minimum(each + (np.arange(requests) < left), most).astype(np.int32)
 
 
 class Policy:
@@ -64,10 +75,24 @@ class Policy:
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+    def decide(
+        self,
+        cycle: int,
+        tenants: Sequence[Tenant],
+        costs: Costs | None,
+        *,
+        crowded: bool = False,
+        other_ms: float = 0.0,
+        room: int | None = None,
+    ) -> Decision:
         """For the cycle that is about to run. ``costs``: None where there are no step times. ``crowded``: prompts have
-        taken tokens of this step, so that what it leaves to drafts says nothing about their worth."""
-        return Decision(self.drafts * len(tenants), np.zeros(len(tenants), np.int32))
+        taken tokens of this step, so that what it leaves to drafts says nothing about their worth. ``other_ms``: what
+        those pieces take; their sizes are known before the cycle begins. ``room``: tokens that are left of the step for
+        these requests and their drafts, None: any number; where there are step times, they end there."""
+        requests = len(tenants)
+        free = self.drafts * requests if room is None else room - requests
+        most = even_shares(free, requests, self.drafts)
+        return Decision(int(most.sum()), np.zeros(requests, np.int32), most=most)
 
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
         """``[G]`` acceptance of a request's drafts by position, for drafters that do not say; None: they do."""
@@ -90,7 +115,16 @@ class Policy:
 class Plain(Policy):
     """No drafts at all (mode ``none``)."""
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *, crowded: bool = False) -> Decision:
+    def decide(
+        self,
+        cycle: int,
+        tenants: Sequence[Tenant],
+        costs: Costs | None,
+        *,
+        crowded: bool = False,
+        other_ms: float = 0.0,
+        room: int | None = None,
+    ) -> Decision:
         return Decision(0, np.full(len(tenants), OUTSIDE, np.int32))
 
 

@@ -31,13 +31,21 @@ StepMs = Callable[[int, int], float]
 """Milliseconds of a step by (slots, tokens); tokens = slots: the step without drafts."""
 
 
-def refine(buckets: Buckets, step_ms: StepMs, draft_ms: Callable[[int], float], budget: int, window: int) -> Buckets:
+def refine(
+    buckets: Buckets,
+    step_ms: StepMs,
+    draft_ms: Callable[[int], float],
+    budget: int,
+    window: int,
+    most_tokens: int | None = None,
+) -> Buckets:
     """``buckets`` with further verify sizes.
 
     Args:
         step_ms, draft_ms: of the slot buckets, measured or told by a model.
         budget: programs allowed in all.
         window: tokens of a request; see ``Buckets.keys``.
+        most_tokens: of a step; a larger size would never be filled.
     """
     while True:
         left = budget - len(buckets.keys(window - 1))
@@ -47,7 +55,7 @@ def refine(buckets: Buckets, step_ms: StepMs, draft_ms: Callable[[int], float], 
                 continue
             fewest = buckets.slots[i - 1] + 1 if i else 1
             before = _value(buckets.tokens[slots], fewest, slots, buckets.drafts, step_ms, draft_ms)
-            for size in _candidates(slots, buckets):
+            for size in _candidates(slots, buckets, most_tokens):
                 sizes = (*buckets.tokens[slots], size)
                 after = _value(sizes, fewest, slots, buckets.drafts, step_ms, draft_ms)
                 gains[slots, size] = (after - before) / len(buckets.contexts_of(slots))
@@ -71,9 +79,10 @@ def _with(buckets: Buckets, slots: int, sizes: Iterable[int]) -> Buckets:
     return dataclasses.replace(buckets, tokens={**buckets.tokens, slots: tuple(sorted({*sizes}))})
 
 
-def _candidates(slots: int, buckets: Buckets) -> list[int]:
+def _candidates(slots: int, buckets: Buckets, most_tokens: int | None) -> list[int]:
     """Evenly spread on a logarithmic scale, between one draft and whole blocks."""
-    spread = np.geomspace(slots + 1, slots * buckets.width, CANDIDATES)
+    whole = slots * buckets.width
+    spread = np.geomspace(slots + 1, min(whole, max(most_tokens or whole, slots + 1)), CANDIDATES)
     return sorted({round(float(size)) for size in spread} - set(buckets.tokens[slots]))
 
 

@@ -36,6 +36,7 @@ class Tenant:
     whole: int = 0  # tokens of ``text`` that target and drafter had surely cached before the newest cycle was read
     # What the policy remembers of it; see ``estimates.py`` and ``adaptive.py``.
     score: tuple[int, np.ndarray] | None = None  # (cycle, survival [G]) of its newest block
+    earlier: tuple[int, np.ndarray] | None = None  # that of the block before
     acceptances: np.ndarray | None = None  # [2, G] drafts accepted and tried
     low: int = 0  # cycles in a row in which its first draft was not worth its place
     trimmed: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)  # (place in tokens, drafts)
@@ -61,7 +62,8 @@ class Tenant:
         """It has lost its slot and will be back: what it has emitted and its seed stay, and the policy will know no
         more of it than of a newcomer."""
         self.prefilled, self.decoding, self.again, self.held, self.whole = 0, False, [], 0, 0
-        self.score, self.acceptances, self.low, self.trimmed, self.left = None, None, 0, [], None
+        self.score = self.earlier = self.acceptances = self.left = None
+        self.low, self.trimmed = 0, []
         self.stays += 1
 
     @property

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.engine.buckets import Buckets
 from dspark_jax.schedule import StepTimeTable
+from dspark_jax.schedule.additive import AdditiveModel, Step, fit
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ class StepTimes:
     def __init__(self, table: StepTimeTable, measured: bool) -> None:
         self.table, self.measured = table, measured
         self._curves: dict[tuple[int, ...], StepTimeTable] = {}
+        self._pieces: dict[tuple[int, int], float] = {}
 
     def curve(self, requests: int, slots: int, context: int, last: int) -> StepTimeTable:
         """Step times of a cycle for ``requests`` in a slot bucket, with ``context`` cache cells, up to ``last``
@@ -49,6 +53,31 @@ class StepTimes:
     def draft_ms(self, slots: int, context: int) -> float:
         """Milliseconds of drafting for a slot bucket; 0 where the table does not say."""
         return self.table.at(context, slots).draft_ms or 0.0
+
+    def piece_ms(self, tokens: int, context: int) -> float:
+        """Milliseconds of a piece of prompt, which is not in the table: by the additive model of the table's steps, for
+        one slot. Beyond their largest number of tokens it is taken to grow in proportion; 0 where all are infinite.
+
+        A piece unembeds one token, a step all of them, so that this is a little too much where that is dear.
+        """
+        place = tokens, context
+        if place not in self._pieces:
+            known, ms = self._additive, 0.0
+            if known is not None:
+                last = int(known.tokens["step"][0][-1])
+                ms = known.ms("step", tokens, 1, context) * max(tokens / last, 1.0)
+            self._pieces[place] = ms
+        return self._pieces[place]
+
+    @cached_property
+    def _additive(self) -> AdditiveModel | None:
+        steps = [
+            Step("step", tokens, row.slots or 1, row.context_tokens or 0, ms)
+            for row in self.table.rows or (self.table,)
+            for tokens, ms in zip(row.tokens.tolist(), row.milliseconds.tolist(), strict=True)
+            if math.isfinite(ms)
+        ]
+        return fit(steps) if steps else None
 
 
 def given(value: Any, here: Mapping[str, str], buckets: Buckets) -> StepTimes | None:

@@ -85,6 +85,7 @@ def draft(
     threshold: Array,
     calibration: Array,
     least: Array,
+    most: Array,
     slots: Array,
     *,
     rows: int,
@@ -104,6 +105,7 @@ def draft(
             a confidence head the estimated acceptance of each position itself.
         least: ``[R]`` int32 (rule ``top_k``): the first so many drafts of a row are admitted before all others, and
             count in ``total``; -1: the row gets none.
+        most: ``[R]`` int32 (rules ``all`` and ``threshold``): drafts of a row that are admitted at most.
         slots: ``[R]`` int32, ascending: the slots that the rows are. Where R = S they are all of them.
         max_positions: the target's window, the only reason to shorten a block.
         rule: ``all`` | ``threshold`` | ``top_k``. Each looks at confidences and at no token.
@@ -125,9 +127,11 @@ def draft(
         first = (place < least[:, None]) & (place < room[:, None])
         admitted = admit_top_k_device(jnp.where(first, 2.0, survival), total)
     elif rule == "threshold":
-        admitted = admit_threshold(jax.nn.sigmoid(jnp.asarray(proposal.confidence_logits)), threshold)
+        admitted = jnp.minimum(
+            admit_threshold(jax.nn.sigmoid(jnp.asarray(proposal.confidence_logits)), threshold), most
+        )
     else:
-        admitted = jnp.full(rows, drafts, jnp.int32)
+        admitted = jnp.minimum(most, drafts)
     found = Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
     if everyone:
         return found

@@ -44,7 +44,7 @@ class Tenancy(Ground):
         self._prefixes = PrefixCache(self.buckets.stored_blocks)
         self._saving: deque[tuple[Saving, Array]] = deque()  # dispatched copies whose soundness is not yet read
         self._alone = False  # only cycles ran since the last one
-        self._prefilling = 0  # tokens of pieces of prompts in this step
+        self._pieces: list[tuple[int, int]] = []  # of prompts in this step: tokens with padding, cells of the cache
         self._last_drafts = 0  # that the last cycle was planned with
 
     def _settle(self, keep: int) -> None:
@@ -67,8 +67,8 @@ class Tenancy(Ground):
         working = sum(t.may_emit for t in self._slots)
         taken = working + self._last_drafts if working else 0
         room = min(max(self.step_tokens - taken, 0), self.buckets.prefill[-1])
-        self._prefilling = 0
-        while (newcomer := self._newcomer(self._prefilling > 0, room)) is not None:
+        self._pieces = []
+        while (newcomer := self._newcomer(bool(self._pieces), room)) is not None:
             room -= self._prefill(newcomer, room)
         if self._waiting:
             return  # they will fill the holes
@@ -127,7 +127,7 @@ class Tenancy(Ground):
             tenant.again = []
         tenant.prefilled = end
         self._alone = False
-        self._prefilling += piece.size
+        self._pieces.append((piece.size, piece.context))
         self._counters.prefill(piece)
         if last and resumed:
             values = self._programs.arrays.values(tenant, len(text), resumed=True)

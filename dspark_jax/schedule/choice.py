@@ -44,6 +44,7 @@ def choose(
     draft_paid: bool = False,
     min_gain: float = 0.0,
     floor_per_ms: float = 0.0,
+    other_ms: float = 0.0,
 ) -> Choice:
     """``capacity`` under two conditions; without them its ``drafts`` are that function's.
 
@@ -53,15 +54,25 @@ def choose(
         floor_per_ms: expected tokens per millisecond that the slowest request shall have (the paper's tokens/s/user,
             sec. 5.2). Among the numbers of drafts that keep it the best theta is chosen; where none keeps it, the one
             that serves the slowest request best.
+        other_ms: milliseconds that programs of their own (pieces of prompts) add to the step whatever is admitted. They
+            slow every request down, so the floor counts them. Theta does not: a prompt has so many pieces whatever is
+            drafted beside them, so their time is no price of a draft. All work takes (pieces) x other_ms + (tokens)
+            / theta milliseconds, and is done soonest where theta without them is largest.
 
     Raises:
-        ValueError: as ``capacity``, and for a negative min_gain or floor_per_ms.
+        ValueError: as ``capacity``, and for a negative min_gain, floor_per_ms or other_ms.
     """
+    if not 0.0 <= other_ms < math.inf:
+        raise ValueError(f"other_ms: a finite number of milliseconds >= 0 expected, got {other_ms}")
     if not (min_gain >= 0.0 and floor_per_ms >= 0.0):
         raise ValueError(f"min_gain and floor_per_ms: numbers >= 0 expected, got {min_gain} and {floor_per_ms}")
     rows = _survival_rows(survival)
     requests = rows.shape[0]
-    values = _candidates(rows)
+    if floor_per_ms > 0.0:
+        values, places = _order(rows)
+        values = values[: np.count_nonzero(values)]
+    else:
+        values, places = _candidates(rows), None
     expected, step_ms = _admission_path(requests, values, table, draft_ms, 0)
     cost_ms = draft_ms + step_ms
     if not draft_paid:
@@ -71,8 +82,8 @@ def choose(
     theta = expected / cost_ms
     allowed = theta > (1.0 + min_gain) * theta[0]
     allowed[0] = True
-    if floor_per_ms > 0.0:
-        slowest = _slowest(rows, theta.size) / cost_ms
+    if places is not None:
+        slowest = _slowest(rows, places, theta.size) / (other_ms + cost_ms)
         keeps = allowed & (slowest >= floor_per_ms)
         allowed = keeps if keeps.any() else allowed & (slowest == slowest[allowed].max())
     admitted = int(np.argmax(np.where(allowed, theta, -np.inf)))
@@ -80,22 +91,43 @@ def choose(
     return Choice(admitted, edge, float(cost_ms[admitted]))
 
 
-def _slowest(rows: np.ndarray, size: int) -> np.ndarray:
-    """``[size]`` expected tokens of the request that has fewest, after 0, 1, 2, ... admissions.
+def _order(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All survivals in the order of admission, and a 0 behind each row ``[S * (G + 1)]`` float64; and their places in
+    the flat ``[S, G + 1]`` array.
+
+    A sort that brings places along costs several times one of numbers, so the places are sorted inside the numbers:
+    the bits of floats >= 0 are ordered as they are, and the lowest of them (13 for 256 x 17 places, of 52 behind the
+    point) give way to the place, which also settles ties: lower slot, lower position. Survivals that differ in those
+    bits alone can come out in the wrong order, and so can -0, which is not ordered by its bits; then it is done again
+    the slow way.
+    """
+    slots, width = rows.shape
+    padded = np.zeros((slots, width + 1))
+    padded[:, :width] = rows
+    flat = padded.reshape(-1)
+    below = (1 << flat.size.bit_length()) - 1
+    places = np.sort(np.arange(flat.size) - (flat.view(np.int64) & ~below)) & below
+    values = flat.take(places)
+    if (values[1:] > values[:-1]).any():
+        places = np.argsort(-flat, kind="stable")
+        values = flat.take(places)
+    return values, places
+
+
+def _slowest(rows: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+    """``[size]`` expected tokens of the request that has fewest, after 0, 1, 2, ... admissions at ``places``.
 
     Each request's tokens only grow, so those before its next admission are its least from now on: the fewest after n
-    admissions are the least of all that stand before a later one, or at the end.
+    admissions are the least of all that stand before a later one. (Before the 0 behind a row stand the tokens of the
+    whole row, so every request is among the later ones.)
     """
-    falling = -rows.reshape(-1)
-    order = np.argsort(falling)
-    admitted = falling[order[:size]]
-    if (admitted[1:] == admitted[:-1]).any():  # ties: lower slot, lower position; a sort that keeps them is slower
-        order = np.argsort(falling, kind="stable")
-    after = 1.0 + np.cumsum(rows, axis=1, dtype=np.float64)
-    before = np.concatenate([np.ones((rows.shape[0], 1)), after[:, :-1]], axis=1).reshape(-1)[order]
-    last = min(float(after[:, -1].min()), float(before[size - 1 :].min(initial=np.inf)))
-    backwards = np.concatenate([[last], before[: size - 1][::-1]])
-    return np.minimum.accumulate(backwards)[::-1]
+    slots, width = rows.shape
+    tokens = np.zeros((slots, width + 1))
+    np.cumsum(rows, axis=1, out=tokens[:, 1:])
+    tokens += 1.0
+    before = tokens.reshape(-1).take(places)
+    before[size - 1] = before[size - 1 :].min()
+    return np.minimum.accumulate(before[size - 1 :: -1])[::-1]
 
 
 def _break_even(requests: int, table: StepTimeTable, draft_ms: float, draft_paid: bool, min_gain: float) -> float:

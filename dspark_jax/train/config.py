@@ -17,6 +17,7 @@ class DataConfig:
         train, heldout: folders of ``data/records.py``.
         length: tokens of a sequence (longer records are cut).
         least_learnt: records with fewer learnt tokens are passed over.
+        first: records of the training text that are passed over: those that the drafter it starts from has seen.
         batch: sequences a step.
         anchors: blocks a sequence.
         rounds: optimiser updates a step; each takes its share of every sequence's anchors, so that one pass of the
@@ -33,6 +34,7 @@ class DataConfig:
     heldout: Path
     length: int = 384
     least_learnt: int = 2
+    first: int = 0
     batch: int = 2
     anchors: int = 160
     rounds: int = 1
@@ -48,6 +50,8 @@ class DataConfig:
         for name in ("length", "batch", "anchors", "heldout_anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+        if self.first < 0:
+            raise ValueError(f"first must be 0 or more records, found {self.first}")
         for name in ("anchors", "heldout_anchors"):
             if getattr(self, name) > self.length:
                 raise ValueError(f"{name} = {getattr(self, name)} blocks do not begin at {self.length} tokens (length)")
@@ -60,6 +64,9 @@ class DrafterShape:
     Attributes:
         layers: draft layers, shaped like the target's; a chain has one.
         method: ``dspark`` (DFlash, where neither head is asked for), ``eagle3`` or ``mtp``.
+        start_from: a drafter of this shape, by name or folder, whose parameters and draft vocabulary the run begins
+            with, and whose positions it counts on from; ``copy_layers``, ``output_scale``, ``bigram_start`` and
+            ``always`` then play no part. Optimizer moments begin anew.
         block_size: G, drafts a block; of a chain: the steps it is trained for.
         mask_token_id: of block drafters.
         norms: switches of EAGLE-3.
@@ -76,6 +83,7 @@ class DrafterShape:
     target_layer_ids: tuple[int, ...]
     mask_token_id: int = EMPTY
     method: Literal["dspark", "eagle3", "mtp"] = "dspark"
+    start_from: str = ""
     block_size: int = 7
     block_widths: tuple[int, ...] = ()
     copy_layers: tuple[int, ...] = ()

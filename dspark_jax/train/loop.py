@@ -24,6 +24,7 @@ from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Batch, Records
 from dspark_jax.drafters import drafter_specs
+from dspark_jax.load import check_drafter
 from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
@@ -64,7 +65,12 @@ def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -
     """
     given, config = config, fitted(config)
     check_same(given, Path(folder), write=False)
-    drafter = drafter_config(config.drafter, target)
+    drafter, start = drafter_config(config.drafter, target), config.drafter.start_from
+    if start and not any((Path(folder) / "checkpoints").glob("[0-9]*")):  # a run that goes on needs it no more
+        try:
+            check_drafter(start)
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"drafter.start_from: {error}") from None
     data = config.data
     records, heldout = Records(data.train), Records(data.heldout)
     usable = records.usable(data.length, data.least_learnt)
@@ -95,6 +101,12 @@ class Run:
         self.config, self.records, self.heldout, self._usable, self.drafter = read_input(config, folder, target.config)
         config = self.config
         self._placement = Placement(config.devices, config.data.batch)
+        self._manager = ocp.CheckpointManager(
+            (self.folder / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False),
+        )
+        start, begins = config.drafter.start_from, self._manager.latest_step() is None
+        self._earlier = warm_start.earlier_drafter(start, self.drafter, target) if start and begins else None
         self.d2t = self._draft_vocabulary(target.vocab_size)
         self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
@@ -108,10 +120,6 @@ class Run:
         self._rate = schedule(config.optim)
         self._step = make_train_step(self.drafter, plan, data.rounds, config.loss, config.optim)
         self._measure = make_heldout_step(self.drafter, self._heldout_plan, chunks)
-        self._manager = ocp.CheckpointManager(
-            (self.folder / "checkpoints").absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False),
-        )
         self.state = self._restore(target)
         if self._cache is not None:
             self._cache.require(self._usable[int(self.state.cursor) : config.optim.total_steps * config.data.batch])
@@ -121,9 +129,12 @@ class Run:
         shape, path = self.config.drafter, self.folder / "d2t.npy"
         if not shape.draft_vocab:
             return None
-        if path.is_file():
+        if self._earlier is not None and self._earlier.d2t is not None:
+            d2t = self._earlier.d2t
+        elif path.is_file():
             return np.load(path)
-        d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
+        else:
+            d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
         if self._writes:
             table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
             np.save(table, d2t)
@@ -133,13 +144,29 @@ class Run:
         return d2t
 
     def _restore(self, target: Target) -> TrainState:
-        latest = self._manager.latest_step()
+        latest, first = self._manager.latest_step(), self.config.data.first
+        earlier, positions = self._earlier, 0
+        if earlier is None:
+            params = self._first_params(target, latest is None)
+        else:
+            params, positions = earlier.params, earlier.positions
+        state = init_state(params, self.config.optim, self.config.seed, cursor=first, positions=positions)
+        state = self._placement.everywhere(state)
+        if latest is None:
+            return state
+        LOG.info("resuming from step %d", latest)
+        state = self._manager.restore(latest, args=ocp.args.StandardRestore(state))
+        # Arrays restored by orbax may live in buffers that cannot be donated.
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+    def _first_params(self, target: Target, used: bool) -> Any:
+        """The parameters of a run that begins with no earlier drafter; not ``used``: only their shapes matter."""
         shape = self.config.drafter
         markov = None
-        if latest is None and shape.bigram_start and self.d2t is not None:
+        if used and shape.bigram_start and self.d2t is not None:
             LOG.info("bigram start of the Markov head")
             markov = warm_start.bigram_factors(self.records, self.d2t, target.vocab_size, shape.markov_rank)
-        params = warm_start.initial_params(
+        return warm_start.initial_params(
             target,
             self.drafter,
             jax.random.key(self.config.seed),
@@ -147,13 +174,6 @@ class Run:
             output_scale=shape.output_scale,
             markov=markov,
         )
-        state = self._placement.everywhere(init_state(params, self.config.optim, self.config.seed))
-        if latest is None:
-            return state
-        LOG.info("resuming from step %d", latest)
-        state = self._manager.restore(latest, args=ocp.args.StandardRestore(state))
-        # Arrays restored by orbax may live in buffers that cannot be donated.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
     def run(self) -> None:
         """Trains until ``optim.total_steps``; the last state is saved, measured and exported.
@@ -276,7 +296,8 @@ class Run:
         if not self._writes:
             return place
         params = jax.tree.map(np.asarray, self.params)
-        seen = {"training": {"steps": int(self.state.step), "positions": int(self.state.positions)}}
+        # ``records``: where in the text a run that starts from this drafter goes on (``data.first``).
+        counts = {"steps": self.state.step, "positions": self.state.positions, "records": self.state.cursor}
         return write_deepspec(
             place,
             self.drafter,
@@ -284,7 +305,7 @@ class Run:
             drafter_specs(self.drafter),
             d2t=self.d2t,
             quantize=quantize,
-            extra_config=seen,
+            extra_config={"training": {name: int(count) for name, count in counts.items()}},
         )
 
     def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float) -> str:

@@ -36,8 +36,8 @@ class TrainState(flax.struct.PyTreeNode):
     skipped: Array  # [] int32: updates in a row whose loss or gradient was not finite
 
 
-def init_state(params: PyTree, optim: OptimConfig, seed: int) -> TrainState:
-    """The state before the first step."""
+def init_state(params: PyTree, optim: OptimConfig, seed: int, *, cursor: int = 0, positions: int = 0) -> TrainState:
+    """The state before the first step; ``cursor``: records passed over, ``positions``: seen before this run."""
 
     def zero() -> Array:  # each its own buffer: the state is donated
         return jnp.array(0, jnp.int32, copy=True)
@@ -47,8 +47,8 @@ def init_state(params: PyTree, optim: OptimConfig, seed: int) -> TrainState:
         params=params,
         opt_state=optimizer(optim, 0.0).init(params),
         key=jax.random.key_data(jax.random.key(seed)),
-        cursor=zero(),
-        positions=jnp.array(0, jnp.float32, copy=True),
+        cursor=jnp.array(cursor, jnp.int32, copy=True),
+        positions=jnp.array(positions, jnp.float32, copy=True),
         skipped=zero(),
     )
 

@@ -1,4 +1,4 @@
-"""Where a drafter begins: the target's last layers, and the text's own statistics.
+"""Where a drafter begins: an earlier drafter, or the target's last layers and the text's own statistics.
 
 Copied layers and an identity projection of the last tap reach in minutes what random ones need hours for. The
 Markov head begins as a low-rank fit of the text's bigrams.
@@ -6,6 +6,8 @@ Markov head begins as a low-rank fit of the text's bigrams.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dspark_jax.checkpoint.drafter_files import CONFIG_FILE, read_drafter
 from dspark_jax.config import DrafterConfig, LayerConfig
 from dspark_jax.data.records import Records
 from dspark_jax.drafters import drafter_specs
+from dspark_jax.load import find_drafter, target_view
 from dspark_jax.nn.block import split_projections
 from dspark_jax.params import init
 from dspark_jax.targets import Target
@@ -138,6 +142,43 @@ def initial_params(
     if config.confidence_head:
         params["confidence"] = jax.tree.map(jnp.zeros_like, params["confidence"])
     return params
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """A drafter that a run begins with."""
+
+    params: PyTree  # float32, as ``initial_params``
+    d2t: np.ndarray | None  # [Vd] int32, None where the draft vocabulary is whole
+    positions: int  # trained on; 0 where the checkpoint does not say
+
+
+def earlier_drafter(name: str, wanted: DrafterConfig, target: Target) -> Earlier:
+    """The drafter ``name`` (shipped, a folder, a hub id in the local cache) as the beginning of a run of ``wanted``.
+
+    Raises FileNotFoundError where there is none, ValueError where it is of another shape, listing what differs.
+    """
+    place = find_drafter(name)
+    pieces = read_drafter(place, drafter_specs, target=target_view(target), dtype=np.dtype(np.float32))
+    mine, its = (_must_agree(config) for config in (wanted, pieces.config))
+    wrong = [f"{key}: {its[key]!r}, the run has {mine[key]!r}" for key in mine if its[key] != mine[key]]
+    if wrong:
+        raise ValueError(f"drafter.start_from: {place} is a drafter of another shape: {'; '.join(wrong)}")
+    seen = json.loads((place / CONFIG_FILE).read_text(encoding="utf-8")).get("training", {})
+    return Earlier(
+        jax.tree.map(lambda x: jnp.array(x, jnp.float32), pieces.params),
+        None if pieces.d2t is None else np.asarray(pieces.d2t, np.int32),
+        int(seen.get("positions", 0)),
+    )
+
+
+def _must_agree(config: DrafterConfig) -> dict[str, Any]:
+    """What makes a drafter's parameters mean the same."""
+    names = "method target_layer_ids mask_token_id markov_rank markov_head confidence_head confidence_with_markov"
+    names += " draft_vocab_size norms"
+    found: dict[str, Any] = {name: getattr(config, name) for name in names.split()}
+    found["layers"] = list(config.decoder.layers)
+    return found | {name: getattr(config.decoder, name) for name in ("hidden_size", "vocab_size")}
 
 
 def _copy_layers(params: PyTree, config: DrafterConfig, layers: list[PyTree], norm: Any) -> None:

@@ -36,6 +36,18 @@ def test_curves_are_simulated_and_written(tmp_path: Path) -> None:
     assert "| adaptive | 4 |" in out.with_suffix(".md").read_text() and out.with_suffix(".png").stat().st_size > 1000
 
 
+def test_more_drafts_than_a_block_has_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StepTimeTable([1, 8], [10.0, 11.0], draft_ms=1.0).save(tmp_path / "table.json")
+    arguments = ["curves", "--step-time", str(tmp_path / "table.json"), "--out", str(tmp_path / "curves")]
+    for wrong in ("1,9", "0"):
+        assert simulate_serving.main([*arguments, "--fixed", wrong]) == 2
+        said = capsys.readouterr()
+        line = f"simulate_serving: --fixed: {wrong[-1]} drafts, but a block of these traces has 1 to 7\n"
+        assert said.err == line and not said.out
+
+
 @pytest.mark.slow
 def test_a_load_run_goes_on_where_it_was_and_is_simulated(tmp_path: Path) -> None:
     """Tiny random models, cells of a fifth of a second: all cells are there, a second call with the same settings runs

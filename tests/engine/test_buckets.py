@@ -54,7 +54,7 @@ def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
     buckets = plan(**MODES["lagged"])
     assert buckets.slots == (1, 4, 8) and buckets.contexts == (512, 2112) and buckets.draft_contexts == (2112,)
     assert buckets.tokens == {1: (4, 8), 4: (13,), 8: (24,)}
-    assert [buckets.most_drafts(slots, slots) for slots in buckets.slots] == [7, 9, 16]
+    assert [buckets.tokens[slots][-1] - slots for slots in buckets.slots] == [7, 9, 16]
     kinds = {"admit", "copy", "absorb", "prefill", "draft", "verify", "plain"}
     assert {key.kind for key in buckets.keys(2047)} == kinds and len(buckets.keys(2047)) == 24
     assert plan(**MODES["threshold"]).tokens[8][-1] == 64  # nothing else bounds its lengths
@@ -82,9 +82,13 @@ def test_every_write_fits_into_the_cache_and_every_piece_has_a_program(
                 used.add((piece.size, piece.context))
     assert used == {(key.tokens, key.context) for key in keys if key.kind == "prefill"}  # and none for nothing
     for length in range(1, window):
-        pieces = buckets.pieces(length)
-        assert [p.start for p in pieces] == [sum(q.count for q in pieces[:i]) for i in range(len(pieces))]
-        assert sum(p.count for p in pieces) == length
+        begin, sizes = 0, []
+        while (
+            begin < length
+        ):  # where nothing else needs room: the largest pieces, then the smallest that holds the rest
+            piece = buckets.piece(begin, length)
+            begin, sizes = begin + piece.count, [*sizes, piece.size]
+        assert begin == length and sizes == sorted(sizes, reverse=True)
 
 
 def test_keeping_prefixes_costs_no_program_where_requests_move() -> None:
@@ -107,7 +111,7 @@ def test_every_cycle_has_a_program_that_holds_it(mode: str) -> None:
     keys = set(buckets.keys(2047))
     for running in range(1, 7):
         slots = buckets.slot_bucket(running)
-        most = buckets.most_drafts(slots, running)
+        most = buckets.tokens[slots][-1] - running
         assert most >= (4 * running if mode == "fixed" else running)
         for drafts in [4 * running] if mode == "fixed" else range(1, most + 1):
             tokens = buckets.token_bucket(slots, running + drafts)
@@ -115,6 +119,18 @@ def test_every_cycle_has_a_program_that_holds_it(mode: str) -> None:
             for context in buckets.contexts_of(slots):
                 assert Key("verify", slots, tokens, context) in keys
                 assert Key("draft", slots, 0, buckets.draft_context(context)) in keys
+
+
+@pytest.mark.parametrize("mode", ["fixed", "threshold", "lagged"])
+def test_no_forward_is_larger_than_a_step(mode: str) -> None:
+    """What a step may hold bounds the verify sizes; but for that everybody gets a token, and where cycles without
+    drafts have a program of their own a draft more."""
+    for limit in (4, 9, 20, 40):
+        tokens = plan(drafts=7, max_num_batched_tokens=limit, **MODES[mode]).tokens
+        for slots, sizes in tokens.items():
+            assert slots <= sizes[0] and sizes[-1] <= max(limit, slots + (mode == "lagged"))
+            assert mode == "lagged" or sizes[-1] == max(min(8 * slots, limit), slots)
+    assert plan(drafts=7, max_num_batched_tokens=64, **MODES[mode]) == plan(drafts=7, **MODES[mode])
 
 
 def test_named_buckets_are_taken_as_they_are() -> None:

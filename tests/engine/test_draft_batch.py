@@ -43,7 +43,7 @@ def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], 
         static=cycle.Static(),
     )
     numbers = jnp.int32(total), jnp.float32(0.0), jnp.ones((len(slots), DRAFTS), jnp.float32)
-    rows = jnp.asarray(least, jnp.int32), jnp.asarray(slots, jnp.int32)
+    rows = (jnp.asarray(a, jnp.int32) for a in (least, [DRAFTS] * len(slots), slots))
     return jax.jit(program)(drafter, state.replace(target=None), base, *numbers, *rows)
 
 

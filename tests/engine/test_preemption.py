@@ -25,6 +25,7 @@ from tests.engine.cases import (
     fresh,
     random_requests,
     run_all,
+    step_times,
 )
 
 GREEDY = Sampling(0.0)
@@ -260,7 +261,7 @@ def test_short_prompts_share_a_step(fixed: Engine, monkeypatch: Any) -> None:
         monkeypatch.setattr(fixed, "step_tokens", budget)
         ids = [fixed.submit(Request([1, 2], 3, GREEDY)) for _ in range(4)]
         fixed.step()
-        assert len(fixed._slots) == together and fixed._prefilling == 8 * together
+        assert len(fixed._slots) == together and fixed._pieces == [(8, 24)] * together
         assert set(fixed.run()) == set(ids)
 
 
@@ -277,7 +278,7 @@ def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
         start = engine.counters()
         engine.step()
         after = engine.counters()
-        drafts, prompts = after["scheduled"] - start["scheduled"], engine._prefilling
+        drafts, prompts = after["scheduled"] - start["scheduled"], sum(size for size, _ in engine._pieces)
         working = after["tokens_computed"] - after["padding_tokens"] - start["tokens_computed"]
         working += start["padding_tokens"] - drafts
         assert prompts in (0, 8) and working + drafts + prompts <= max(13, working + prompts)
@@ -285,6 +286,55 @@ def test_drafts_get_what_pieces_of_prompts_leave(lagged: Engine) -> None:
     assert max(drafted) > 4 and engine.counters()["preemptions"] >= 0
     engine.run()
     engine.step_tokens = before
+
+
+@pytest.mark.parametrize("mode", ["fixed", "threshold"])
+def test_a_step_s_budget_shortens_blocks_of_every_mode(mode: str, fixed: Engine, models: Models) -> None:
+    """Seven requests on four slots with 9 tokens a step, then with 2: requests, their drafts and pieces of prompts
+    stay within it, but for a token each and the smallest piece; texts are those of any other lengths (greedy and
+    `coupled`); no program is missing. A threshold of 0 is passed by every draft."""
+    engine = fixed
+    if mode == "threshold":
+        engine = Engine(*models, engine_config(mode=mode, slot_buckets=(4,), token_buckets=(4, 8)))
+        engine.warmup()
+    requests = [r for r in random_requests(12, seed=9) if r.verification != "rejection"]
+    before, late = engine.step_tokens, engine.counters()["late_compiles"]
+    for budget in (9, 2):
+        engine.step_tokens = budget
+        ids, results, drafts = [engine.submit(request) for request in requests], {}, []
+        while engine.has_work():
+            start = engine.counters()
+            results |= {event.id: event.result for event in engine.step() if event.result}
+            change = {name: n - start[name] for name, n in engine.counters().items() if isinstance(n, int | float)}
+            prompts = sum(size for size, _ in engine._pieces)
+            working = change["tokens_computed"] - change["padding_tokens"] - change["scheduled"]
+            assert working + change["scheduled"] + prompts <= max(budget, working + prompts)
+            drafts.append(change["scheduled"] / max(working, 1))
+        assert [results[i].tokens for i in ids] == [want[0] for want in expected(models, requests)]
+        assert max(drafts) == (BLOCK if budget == 9 else 1) and 0 in drafts
+    assert engine.counters()["late_compiles"] == late
+    engine.step_tokens = before
+
+
+def test_the_policy_is_told_what_pieces_of_prompts_take_of_a_step(lagged: Engine, monkeypatch: Any) -> None:
+    """By the table of step times, in the steps that run them and in no other: two prompts of 20 tokens in pieces of 8
+    beside a request that decodes."""
+    told: list[tuple[float, float]] = []
+    decide = lagged._policy.decide
+
+    def listen(*arguments: Any, other_ms: float = 0.0, **options: Any) -> Any:
+        told.append((other_ms, sum(lagged._times.piece_ms(*piece) for piece in lagged._pieces)))
+        return decide(*arguments, other_ms=other_ms, **options)
+
+    monkeypatch.setattr(lagged._policy, "decide", listen)
+    lagged.submit(Request([1], 30, GREEDY))
+    lagged.step()
+    for _ in range(2):
+        lagged.submit(Request([2] * 20, 4, GREEDY))
+    lagged.run()
+    piece = lagged._times.piece_ms(8, 64)
+    assert piece == pytest.approx(step_times().ms(8)) and [was for was, _ in told] == [wanted for _, wanted in told]
+    assert {round(was / piece) for was, _ in told} >= {0, 1} and sum(was for was, _ in told) >= 6 * piece
 
 
 def test_nothing_is_lost_or_answered_twice_under_a_random_load(fixed: Engine, monkeypatch: Any) -> None:

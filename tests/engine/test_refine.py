@@ -42,6 +42,14 @@ def test_a_size_goes_where_drafts_pay() -> None:
     assert refine(base, flat_to(64, 0.0), lambda slots: 1e6, 40, WINDOW) == base  # no draft ever pays
 
 
+def test_no_size_is_added_that_a_step_cannot_fill() -> None:
+    found = refine(planned(), flat_to(64, 0.0), lambda slots: 1.0, 40, WINDOW, most_tokens=20)
+    assert (
+        found != planned()
+        and max(max(set(found.tokens[s]) - set(planned().tokens[s]), default=0) for s in (4, 8)) == 20
+    )
+
+
 @pytest.mark.parametrize("budget", [1, 22, 23, 24, 26, 40])
 def test_the_budget_holds(budget: int) -> None:
     """A size costs a program for every context; the planned programs are there in any case."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax import noise
 from dspark_jax.config import Sampling
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.seeds import Seeds, claim_seed
+from dspark_jax.engine.slot_arrays import SlotArrays
 from dspark_jax.engine.slots import Slots, Tenant
 from dspark_jax.noise import distinct_seeds
+from dspark_jax.sampling import sampling_row
 
 
 def tenant(number: int, *, decoding: bool = True, limit: int = 10) -> Tenant:
@@ -46,6 +52,33 @@ def test_a_move_happens_only_where_it_makes_the_bucket_smaller() -> None:
     assert slots.compaction(bucket) == (2, 1) and tenants[2].slot == 1
     assert slots.compaction(bucket) is None
     assert slots.rows(2) == (tenants[3], tenants[2]) and len(slots) == 2
+
+
+@pytest.mark.parametrize(("idle", "draws"), [(None, 0), (1.0, 1)])
+def test_idle_slots_have_temperature_0_so_that_greedy_batches_draw_no_noise(
+    idle: float | None, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three greedy requests and an idle slot. The condition that skips noise asks all rows, so an idle slot at
+    temperature 1 would have it made for everybody; the choices are the same (tests/law/test_layouts.py: at
+    temperatures > 0 as well, whatever the idle slot's is)."""
+    made: list[int] = []
+    gumbel = noise.gumbel
+
+    def watched(bits: Any, dtype: Any) -> Any:
+        jax.debug.callback(lambda: made.append(1))
+        return gumbel(bits, dtype)
+
+    monkeypatch.setattr(noise, "gumbel", watched)
+    own = SlotArrays(1).idle().sampling
+    padding = own if idle is None else own.replace(temperature=np.float32(idle))
+    rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[sampling_row(Sampling(0.0))] * 3, padding)
+    logits = jax.random.normal(jax.random.key(0), (4, 8))
+    key = noise.NoiseKey(jnp.arange(4, dtype=jnp.uint32), *(jnp.zeros(4, jnp.int32) for _ in range(3)))
+    draw = jax.jit(lambda x, rows: noise.HashNoise().categorical(x, key, None, rows.greedy))
+    drawn = draw(logits, rows)
+    jax.effects_barrier()
+    assert len(made) == draws
+    np.testing.assert_array_equal(drawn[:3], jnp.argmax(logits, axis=1)[:3])
 
 
 def test_those_who_do_not_decode_are_left_where_they_are() -> None:

@@ -91,12 +91,18 @@ RARELY = StepTimeTable(tokens=[1, 2, 3, 4, 5], milliseconds=[1.0, *[1 / 0.27] * 
 """Steps per second 1, then 0.27: verifying pays only where 1 + the sum of survivals exceeds 1 / 0.27 = 3.70."""
 
 
-def lagged_capacities(old: np.ndarray, table: StepTimeTable = RARELY, config: EngineConfig | None = None) -> np.ndarray:
+def lagged_capacities(
+    old: np.ndarray,
+    table: StepTimeTable = RARELY,
+    config: EngineConfig | None = None,
+    prepare: Callable[[Lagged], None] = lambda policy: None,
+) -> np.ndarray:
     """``[N]`` drafts that the product's policy admits in cycle 2 when cycle 0 scored ``old [N, G]``."""
     known, where = np.unique(old, axis=0, return_inverse=True)
     capacities = []
     for row in known:
         policy, tenant = Lagged(old.shape[1], config), Tenant(0, Checked((0,), 9, Sampling(), None, False, ()), 0)
+        prepare(policy)
         policy.observe(0, [Score(tenant, row, 0, 0)])
         capacities.append(policy.decide(2, [tenant], lambda drafting: (table, 0.0)).drafts)
     return np.array(capacities)[where.reshape(-1)]

@@ -125,3 +125,51 @@ def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
     few = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_batches=3))
     with pytest.raises(ValueError, match="heldout: 4 records, but an evaluation needs 6"):
         Run(few, tiny_run.target(), tmp_path / "run")
+
+
+def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_and_text(tmp_path: Path) -> None:
+    """The export of a run, unquantised, is where the next one begins: the same parameters and draft vocabulary, its
+    positions counted on, its records passed over. Started again once that drafter is gone, the second run resumes."""
+    target, config = tiny_run.target(), tiny_run.config(tmp_path)
+    first = Run(config, target, tmp_path / "first")
+    first.run()
+    export = first.export(tmp_path / "drafter", quantize=False)
+    seen = json.loads((export / "config.json").read_text())["training"]
+    assert seen == {"steps": 4, "positions": int(first.state.positions), "records": 8}
+
+    again = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, first=seen["records"]),
+        drafter=dataclasses.replace(config.drafter, start_from=str(export), always=()),
+        optim=dataclasses.replace(config.optim, total_steps=1, decay_steps=0),
+    )
+    second = Run(again, target, tmp_path / "second")
+    jax.tree.map(np.testing.assert_array_equal, second.params, first.params)
+    np.testing.assert_array_equal(second.d2t, first.d2t)
+    assert float(second.state.positions) == seen["positions"] and int(second.state.step) == 0
+    np.testing.assert_array_equal(second._next_batch().tokens, first.records.batch([8, 9], 20).tokens)
+    second.run()
+    assert float(second.state.positions) > seen["positions"]
+
+    (export / "config.json").unlink()
+    resumed = Run(again, target, tmp_path / "second")
+    assert int(resumed.state.step) == 1 and int(resumed.state.cursor) == 10
+    np.testing.assert_array_equal(resumed.d2t, first.d2t)
+
+
+def test_a_drafter_of_another_shape_or_of_no_place_is_no_beginning(tmp_path: Path) -> None:
+    """What differs is listed, and no checkpoint of the run that was asked for is left behind."""
+    target, config = tiny_run.target(), tiny_run.config(tmp_path)
+    export = Run(config, target, tmp_path / "first").export(tmp_path / "drafter")
+
+    def begin(name: str, **changes: Any) -> None:
+        shape = dataclasses.replace(config.drafter, start_from=name, **changes)
+        Run(dataclasses.replace(config, drafter=shape), target, tmp_path / "second")
+
+    with pytest.raises(ValueError, match=r"drafter\.start_from: .*markov_rank: 4, the run has 2"):
+        begin(str(export), markov_rank=2)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        begin(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="first must be 0 or more records, found -1"):
+        dataclasses.replace(config.data, first=-1)
+    assert not (tmp_path / "second" / "config.json").exists()

@@ -1,0 +1,85 @@
+"""Rows of a comparison that outlive their runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import kept_rows
+import numpy as np
+import pytest
+from kept_rows import KeptRow
+
+from dspark_jax.evaluate import report
+from dspark_jax.evaluate.acceptance import Sample
+from dspark_jax.evaluate.decode import Trace
+
+SUITES = {"a": 4, "b": 3}
+DRAFTS = {"mine": 3, "reference": 5}
+
+
+def traces(seed: int, drafts: int) -> list[Trace]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for suite, count in SUITES.items():
+        for index in range(count):
+            committed = tuple(int(x) for x in 1 + rng.integers(0, drafts + 1, 12))
+            tokens = tuple(int(x) for x in rng.integers(5, 50, 1 + sum(committed)))
+            found.append(Trace(suite, index, tokens, committed, (drafts,) * 12, "length", 1.5, 9))
+    return found
+
+
+def evaluated(folder: Path, name: str, seed: int, **header: Any) -> tuple[KeptRow, list[Trace]]:
+    """A row as an evaluation leaves it, written in another order and with a prompt more than was asked for."""
+    found = traces(seed, DRAFTS[name])
+    lines = [*reversed(found), dataclasses.replace(found[0], index=99)]
+    records = folder / "records" / "greedy" / f"{name}.jsonl"
+    records.parent.mkdir(parents=True, exist_ok=True)
+    head = {"target": "t", "drafter": {"files": name}, "decode": {"max_new_tokens": 9}, **header}
+    records.write_text("".join(json.dumps(x) + "\n" for x in [head, *map(dataclasses.asdict, lines)]))
+    rows = [{"name": name, "histogram": [0] * (DRAFTS[name] + 1), "equal_texts": 7, "prompts": 7}]
+    results = {"suites": SUITES, "runs": {"greedy": rows}}
+    return KeptRow.of(name, {"steps": 3}, folder, results, {"commit": "c"}), found
+
+
+def test_rows_read_from_their_files_measure_as_the_records_do(tmp_path: Path) -> None:
+    """Accepted lengths, intervals and ratios to the reference, which is measured first wherever it stands."""
+    rows, texts = zip(*(evaluated(tmp_path, name, seed) for seed, name in enumerate(DRAFTS)), strict=True)
+    for row in rows:
+        row.save(tmp_path / "kept")
+        assert KeptRow.load(tmp_path / "kept" / f"{row.name}.json") == row
+    read = [KeptRow.load(tmp_path / "kept" / f"{name}.json") for name in DRAFTS]
+    groups = {"a": "a", "b": "b"}
+    entries = kept_rows.measure(read, "reference", groups, 200)["greedy"]
+    assert [entry["name"] for entry in entries] == ["reference", "mine"]
+
+    by_name = {row.name: text for row, text in zip(reversed(rows), reversed(texts), strict=True)}
+    samples = {name: Sample(found, DRAFTS[name], groups) for name, found in by_name.items()}
+    for mine, wanted in zip(entries, report.measure(samples, by_name, 200), strict=True):
+        assert mine.pop("equal_texts") == 7
+        wanted.pop("tokens_per_s")
+        assert mine == wanted
+    alone = kept_rows.measure(read[:1], "reference", groups, 200)["greedy"]
+    assert "tau_ratio" in entries[1] and "tau_ratio" not in alone[0]
+
+
+def test_rows_decoded_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """Another number of tokens, or other prompts."""
+    reference, _ = evaluated(tmp_path, "reference", 0)
+    mine, _ = evaluated(tmp_path, "mine", 1, decode={"max_new_tokens": 10})
+    with pytest.raises(ValueError, match="mine and reference were decoded otherwise"):
+        kept_rows.measure([reference, mine], "reference", {}, 10)
+    mine, _ = evaluated(tmp_path, "mine", 1)
+    fewer = dataclasses.replace(mine, traces={"greedy": mine.traces["greedy"][1:]})
+    with pytest.raises(ValueError, match="decoded otherwise"):
+        kept_rows.measure([reference, fewer], "reference", {}, 10)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}', '{"prompts": {"greedy": [[1]]}}'])
+def test_a_file_that_is_no_row_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json: not a row of a comparison"):
+        KeptRow.load(path)
