@@ -127,7 +127,7 @@ def test_a_piece_of_prompt_fits_beside_the_caches_and_updates_them_in_place() ->
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_training_step_fits_and_updates_its_state_in_place(devices: int) -> None:
     """Two texts of 2,048 tokens, 128 blocks of 7 each, logits in 8 parts. The state (weights and both moments of 1.05
-    billion parameters in float32) is donated."""
+    billion parameters in float32) is donated; products are in bfloat16."""
     exe, program = compiled(Training(deviceless.h100_mesh(devices), CONFIG, 2, 2048, 128, 8).lower())
     memory = exe.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * 1.0e9 // devices
