@@ -19,7 +19,6 @@ from dspark_jax.layout import Layout
 from dspark_jax.logit_rule import LogitRule
 from dspark_jax.noise import ACCEPT, DRAFT, HASH_NOISE, RESIDUAL, Noise, key_words
 from dspark_jax.sampling import log_probs
-from dspark_jax.sharding import entry
 from dspark_jax.types import Array, PyTree, cond
 from dspark_jax.verify import Drafts, RowKeys, Verdict, choose, cycle_key, draw_undrafted, emitted, plain_key, verify
 from pallas_kernels import verify as kernel
@@ -92,7 +91,7 @@ class DraftSampler:
         token = index if self.d2t is None else self.d2t[index].astype(jnp.int32)
         if self.static.rule is not None:
             state = self.static.rule.advance(state, token, jnp.ones(token.shape, bool))
-        return token, index, entry(log_q, index), state
+        return token, index, log_q[self.rows, index], state
 
     def numbers(self, places: int) -> Numbers | None:
         """See ``drafters.base.Sampler``."""

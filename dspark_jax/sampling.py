@@ -82,7 +82,7 @@ def log_probs(logits: Array, rows: SamplingRows) -> Array:
         x = _when(jnp.any(rows.min_p > 0.0), lambda y: _keep_min_p(y, rows.min_p), x)
         return cut_vocab(jnp.where(greedy[:, None], one_hot_log(x), jax.nn.log_softmax(x, axis=-1)))
 
-    return cond(jnp.all(greedy), lambda x: cut_vocab(one_hot_log(x)), sampled, cut_vocab(logits))
+    return cut_vocab(cond(jnp.all(greedy), lambda x: cut_vocab(one_hot_log(x)), sampled, cut_vocab(logits)))
 
 
 def one_hot_log(logits: Array) -> Array:

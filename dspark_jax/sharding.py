@@ -96,24 +96,14 @@ def tracing_on(mesh: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def cut_vocab(x: Array) -> Array:
-    """Keeps ``[..., V]`` cut along the vocabulary as the LM head is. Without a word the compiler gathers the logits of
-    every device where a conditional begins."""
+    """Keeps ``[..., V]`` cut along the vocabulary as the LM head is. Without a word at what goes into a conditional, at
+    what each branch makes and at its result, the compiler gathers the logits of every device there."""
     mesh = jax.sharding.get_abstract_mesh()
     axis = RULES["vocab"]
     if axis not in mesh.axis_names or x.shape[-1] % mesh.shape[axis]:
         return x
     free = PartitionSpec.UNCONSTRAINED
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[free] * (x.ndim - 1), axis))
-
-
-def entry(x: Array, index: Array) -> Array:
-    """``x[r, index[r]]`` of ``x [R, V]``. Where the vocabulary is cut every device looks among its own columns: a plain
-    look-up would gather whole rows first."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if RULES["vocab"] not in mesh.axis_names:
-        return x[jnp.arange(x.shape[0]), index]
-    own = jnp.arange(x.shape[1])[None, :] == index[:, None]
-    return jnp.max(jnp.where(own, cut_vocab(x), -jnp.inf), axis=1)
 
 
 def putter(mesh: Mesh | None) -> Callable[[np.ndarray, ParamSpec], Array]:

@@ -118,12 +118,15 @@ class LossConfig:
         soft: the cross entropy is against the target's distribution, not the text's token (EAGLE-3).
         chunks: equal parts of the anchors whose logits are made, compared and thrown away one after the other; for
             large vocabularies. 0: all at once, the target's probabilities made once a step (faster where they fit).
+        bfloat16: the drafter runs forwards and backwards on a copy of its weights in bfloat16, which is what tensor
+            cores and TPUs multiply; weights, moments, softmax and sums stay float32.
     """
 
     weights: tuple[float, ...] = (0.1, 0.9, 1.0)
     decay: float = 4.0
     soft: bool = False
     chunks: int = 0
+    bfloat16: bool = False
 
     def __post_init__(self) -> None:
         if len(self.weights) != 3 or self.decay <= 0 or self.chunks < 0:

@@ -11,8 +11,6 @@ import numpy as np
 
 from dspark_jax.types import Array, accumulate_dtype
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-
 
 def context_attention(
     q: Array, context: tuple[Array, Array, Array], own: tuple[Array, Array, Array | np.ndarray], scale: float
@@ -27,12 +25,14 @@ def context_attention(
     """
     (context_k, context_v, seen), (own_k, own_v, own_seen) = context, own
     dtype = accumulate_dtype(q.dtype)
+    # As in ``linear``: asked for in bfloat16 it would multiply gradients, which are float32, six times over on a TPU.
+    precision = None if q.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     batch, slots, heads, size = q.shape
     length, kv_heads = context_k.shape[1:3]
     # [B, Hk, g, T, D]: the g queries that share a key head are rows of one product.
     grouped = q.reshape(batch, slots, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
     rows = grouped.reshape(batch, kv_heads, -1, size)
-    shared = jnp.einsum("bhmd,bchd->bhmc", rows, context_k, preferred_element_type=dtype, precision=_HIGHEST)
+    shared = jnp.einsum("bhmd,bchd->bhmc", rows, context_k, preferred_element_type=dtype, precision=precision)
     shared = shared.reshape(*grouped.shape[:4], length)
     # At most a block's width of own keys for each slot: multiply and add, no product is that small.
     block_k = own_k.transpose(0, 3, 1, 2, 4)[:, :, None]  # [B, Hk, 1, T, O, D]
@@ -48,6 +48,6 @@ def context_attention(
     )
     weights = jax.nn.softmax(scores, axis=-1).astype(context_v.dtype)
     left = weights[..., :length].reshape(batch, kv_heads, -1, length)
-    out = jnp.einsum("bhmc,bchd->bhmd", left, context_v, preferred_element_type=dtype, precision=_HIGHEST)
+    out = jnp.einsum("bhmc,bchd->bhmd", left, context_v, preferred_element_type=dtype, precision=precision)
     out = out.reshape(grouped.shape) + jnp.sum(weights[..., length:, None] * block_v, axis=-2)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, slots, heads, size).astype(q.dtype)

@@ -69,6 +69,8 @@ def make_train_step(
         slots = pack_blocks(config, plan, lesson, *blocks)
 
         def objective(params: PyTree) -> tuple[Array, Any]:
+            if settings.bfloat16:  # inside, so that gradients come back in float32
+                params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
             value, length = loss(config, settings, frozen, plan, params, lesson, slots)
             return value.total, (value, length)
 

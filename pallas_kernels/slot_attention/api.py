@@ -21,6 +21,8 @@ def backend(
 ) -> str:
     """The backend that ``slot_attention`` would run. ``spread``: the arguments live on several devices."""
     refusals = {"mosaic_gpu": mosaic_gpu.refuses(q, tokens, cells, own), "tpu": tpu.refuses(q, tokens, cells, own)}
+    if interpret is not None and refusals["tpu"] is None:
+        refusals["tpu"] = "jax's ragged paged attention cannot be interpreted"
     if implementation is None:
         del refusals["tpu"]  # it re-lays the cells: only who names it wants that
     return choose("slot_attention", implementation, refusals, interpret=interpret is not None, spread=spread)

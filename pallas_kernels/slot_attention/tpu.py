@@ -2,7 +2,8 @@
 
 That kernel reads pages ``[P, page, 2 Hk, D]`` (a head's keys, then its values). Slot caches lie heads first, so the
 layer that is read is re-laid before each call: a copy of its cells up to the context. Hence ``implementation=None``
-does not choose this backend: it is for comparison. A draft block's own keys it cannot take.
+does not choose this backend: it is for comparison. A draft block's own keys it cannot take, and the interpreter on a
+CPU cannot run it (it reshapes references).
 """
 
 from __future__ import annotations
@@ -37,23 +38,27 @@ def slot_attention(q: Array, tokens: Tokens, cells: Cells, *, scale: float, wind
 
     def read(x: Array) -> Array:
         layer = jax.lax.dynamic_index_in_dim(x, cells.layer, 0, keepdims=False)
-        return layer[tokens.slot, :, : pages * PAGE]
+        return layer[tokens.slot, :, : pages * PAGE].swapaxes(1, 2)
 
-    both = jnp.stack([read(cells.k), read(cells.v)], axis=2)  # [R, Hk, 2, context, D]
-    kv_heads, size = both.shape[1], both.shape[-1]
-    paged = both.reshape(rows, 2 * kv_heads, pages, PAGE, size).transpose(0, 2, 3, 1, 4)
+    paged = jnp.stack([read(cells.k), read(cells.v)], axis=3)  # [R, context, Hk, 2, D]
+    kv_heads, size = paged.shape[2], paged.shape[-1]
     # A dense layout gives every request W places, used or not; a ragged one packs them.
     lengths = jnp.full(rows, width, jnp.int32) if q.shape[0] == rows * width else tokens.count
     ends: Any = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths).astype(jnp.int32)])
-    return ragged_paged_attention(
+    # The kernel fetches cells ahead, request by request: one without cells would leave a copy that nobody waits for,
+    # and idle requests at the end would be where it begins with the next heads.
+    used = jnp.max(jnp.where(lengths > 0, jnp.arange(1, rows + 1, dtype=jnp.int32), 1))
+    out = ragged_paged_attention(
         q,
         paged.reshape(rows * pages, PAGE, 2 * kv_heads, size),
-        jnp.minimum(tokens.start + lengths, pages * PAGE),
+        jnp.clip(tokens.start + lengths, 1, pages * PAGE),
         jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
         ends,
-        jnp.full(1, rows, jnp.int32),
+        used[None],
         sm_scale=scale,
         sliding_window=window or None,
         num_kv_pages_per_block=min(16, pages),
         num_queries_per_block=32,
     )
+    written = jnp.arange(q.shape[0]) < ends[-1]  # behind it is what was in memory
+    return jnp.where(written[:, None, None], out, 0)

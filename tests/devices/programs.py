@@ -71,7 +71,8 @@ class Serving:
 
 class Training:
     """A step of training the drafter: the target reads ``batch`` texts of ``length`` tokens, then one update over
-    ``anchors`` blocks of each. Drafter weights and optimiser state in float32, the frozen target in bfloat16."""
+    ``anchors`` blocks of each. Drafter weights and optimiser state in float32, products and the frozen
+    target in bfloat16."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Training:
         state = jax.eval_shape(partial(init_state, optim=optim, seed=0), params)
         self.state = _placed(state, params, mesh)
         plan = BlockPlan.cycle(anchors, (drafter.config.block_size,))
-        self.step = make_train_step(drafter.config, plan, 1, LossConfig(chunks=chunks), optim)
+        self.step = make_train_step(drafter.config, plan, 1, LossConfig(chunks=chunks, bfloat16=True), optim)
 
     def lower(self) -> jax.stages.Lowered:
         whole = NamedSharding(self.mesh, PartitionSpec())

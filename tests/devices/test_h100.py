@@ -87,12 +87,7 @@ def assert_exchanges(program: Program, devices: int, products: int, tokens: int)
     assert max(size for _, size in found) <= 2 * states, found  # a start holds its argument too
 
 
-# Known: since the cycle verifies through its kernels' interface, the conditions of the plain way take the target's
-# log-probabilities in, and eight devices gather them there (2 x 311 MB, 2 x 39 MB of float32 a forward).
-GATHERED = pytest.mark.xfail(raises=AssertionError, strict=True, reason="logits are gathered where conditions begin")
-
-
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=GATHERED)])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_a_verify_forward_fits_updates_its_caches_in_place_and_never_leaves_the_device(devices: int) -> None:
     """64 requests of up to 4,096 tokens, 8 tokens each. Two sums over devices a layer, one for the embedding."""
     engine = serving(devices)
@@ -101,7 +96,7 @@ def test_a_verify_forward_fits_updates_its_caches_in_place_and_never_leaves_the_
     assert resident(engine) + memory.temp_size_in_bytes + HEADROOM < CAPACITY
     assert memory.alias_size_in_bytes >= (CACHE + DRAFT_CACHE) // devices
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e6
-    assert_sound(program, exe, 2700)  # branches of conditions counted, so also the filters of a rebuilt draft row
+    assert_sound(program, exe, 2600)  # branches of conditions counted, so also the filters of a rebuilt draft row
     assert_exchanges(program, devices, 2 * CONFIG.num_layers + 1, SLOTS * WIDTH)
 
 
@@ -114,7 +109,7 @@ def test_drafting_a_block_fits_and_never_leaves_the_device(devices: int) -> None
     memory = exe.memory_analysis()
     made = memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert resident(engine) + made + HEADROOM < CAPACITY
-    assert_sound(program, exe, 3600)
+    assert_sound(program, exe, 3500)
     assert_exchanges(program, devices, 2 * 5 + 1, SLOTS * 7)
 
 
@@ -125,14 +120,14 @@ def test_a_piece_of_prompt_fits_beside_the_caches_and_updates_them_in_place() ->
     memory = exe.memory_analysis()
     assert resident(engine) + memory.temp_size_in_bytes + HEADROOM < CAPACITY
     assert memory.alias_size_in_bytes >= CACHE + DRAFT_CACHE
-    assert_sound(program, exe, 2400)
+    assert_sound(program, exe, 1600)
     assert_exchanges(program, 1, 0, PIECE)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_training_step_fits_and_updates_its_state_in_place(devices: int) -> None:
     """Two texts of 2,048 tokens, 128 blocks of 7 each, logits in 8 parts. The state (weights and both moments of 1.05
-    billion parameters in float32) is donated."""
+    billion parameters in float32) is donated; products are in bfloat16."""
     exe, program = compiled(Training(deviceless.h100_mesh(devices), CONFIG, 2, 2048, 128, 8).lower())
     memory = exe.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * 1.0e9 // devices

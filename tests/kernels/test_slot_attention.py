@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from dspark_jax.layout import Layout, dense_layout, ragged_layout
 from dspark_jax.nn.attention import KeyBlock, attention, block_visible, causal_visible, context_visible
 from pallas_kernels.dispatch import BackendError
-from pallas_kernels.slot_attention import Cells, Own, Tokens, slot_attention
+from pallas_kernels.slot_attention import Cells, Own, Tokens, slot_attention, tpu
 from pallas_kernels.slot_attention.mosaic_gpu import parts_for
 from pallas_kernels.slot_attention.mosaic_gpu import slot_attention as hopper
 from tests.kernels import interpreters
@@ -105,6 +106,40 @@ def test_mosaic_gpu_kernel_equals_the_reference_in_the_interpreter(
     assert np.isfinite(got).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN keys, multiplied by NumPy
+@pytest.mark.parametrize(("dense", "window"), [(False, 0), (False, 40), (True, 0)])
+def test_what_jaxs_tpu_kernel_is_handed_is_this_attention(
+    dense: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No interpreter runs that kernel, so jax's own reference of it takes its place: pages, lengths and order of the
+    tokens. Every request has a cell (an idle one in an empty slot too), and none that is idle comes last."""
+
+    def stand_in(q: Any, pages: Any, lengths: Any, table: Any, ends: Any, count: Any, **options: Any) -> jax.Array:
+        assert int(lengths.min()) >= 1
+        assert ends[count[0]] == ends[-1] > ends[count[0] - 1]
+        for name in ("num_kv_pages_per_block", "num_queries_per_block"):
+            del options[name]
+        clean = jnp.nan_to_num(pages)  # the reference masks by adding
+        out = ragged.ref_ragged_paged_attention(q, clean, lengths, table, ends, count, **options)
+        return jnp.full(q.shape, jnp.nan, q.dtype).at[: out.shape[0]].set(out)
+
+    ragged = importlib.import_module("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
+    package = importlib.import_module("jax.experimental.pallas.ops.tpu.ragged_paged_attention")
+    monkeypatch.setattr(package, "ragged_paged_attention", stand_in)
+    q, layout, cells, _ = case(dense=dense, size=128, dtype=jnp.float32)
+    tokens = tokens_of(layout)
+    if not dense:  # and a fourth request, idle in the empty slot 0
+        zero = jnp.zeros(1, jnp.int32)
+        tokens = tokens._replace(
+            index=jnp.concatenate([tokens.index, tokens.index[:1]]),
+            **{name: jnp.concatenate([getattr(tokens, name), zero]) for name in ("start", "count", "slot")},
+        )
+    got = np.asarray(tpu.slot_attention(q, tokens, cells, scale=0.1, window=window, context=CELLS))
+    want = np.asarray(slot_attention(q, tokens, cells, scale=0.1, window=window, implementation="xla"))
+    np.testing.assert_allclose(got[real(layout)], want[real(layout)], atol=1e-5)
+    assert np.isfinite(got).all()
+
+
 def test_cells_are_split_where_requests_alone_do_not_fill_the_device() -> None:
     """264 programs wanted, at least 256 cells a part."""
     assert [parts_for(1, 4096), parts_for(8, 4096), parts_for(512, 4096), parts_for(8, 200)] == [16, 16, 1, 1]
@@ -124,3 +159,6 @@ def test_naming_a_backend_means_that_one_or_an_error_with_the_reason() -> None:
     for name, arguments, reason in refused:
         with pytest.raises(BackendError, match=reason):
             slot_attention(*arguments, scale=1.0, implementation=name)
+    wide = case(size=128)
+    with pytest.raises(BackendError, match="cannot be interpreted"):
+        slot_attention(wide[0], tokens_of(wide[1]), wide[2], scale=1.0, implementation="tpu", interpret=True)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.data.packing import BlockPlan, sample_anchors
-from dspark_jax.train.config import DrafterShape, LossConfig, drafter_config
+from dspark_jax.train.config import DrafterShape, LossConfig, OptimConfig, drafter_config
 from dspark_jax.train.objective import Frozen, acceptance, blocks, expected_length, loss, prepare
+from dspark_jax.train.step import init_state, make_train_step
 from dspark_jax.train.warm_start import initial_params
 from tests.train import tiny_run
 
@@ -42,6 +43,28 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
     gradients = jax.tree.leaves(results[0][1])
     assert all(np.abs(g).max() > 0 for g in gradients)
+
+
+def test_bfloat16_products_leave_state_and_gradient_in_float32() -> None:
+    """One update of a tiny drafter: the gradient's length and the loss are float32's to 3 %, weights and both moments
+    stay float32 and are not rounded to bfloat16."""
+    target = tiny_run.target()
+    config = drafter_config(DrafterShape(1, (0,), 1, block_size=3, markov_rank=4), target.config)
+    frozen = Frozen.build(target, None)
+    params = initial_params(target, config, jax.random.key(1), copy_layers=(1,))
+    tokens = jax.random.randint(jax.random.key(2), (2, 20), 3, 23)
+    learnt = jnp.arange(20)[None, :] >= jnp.array([[4], [9]])
+    found = []
+    for settings in (LossConfig(), LossConfig(bfloat16=True)):
+        step = make_train_step(config, BlockPlan((3, 3)), 1, settings, OptimConfig())
+        state = init_state(jax.tree.map(jnp.copy, params), OptimConfig(), 0)
+        state, metrics = step(state, frozen, tokens, learnt, jnp.float32(1e-3))
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+        found.append((float(metrics["total"][0]), float(metrics["grad_norm"][0])))
+        moments = np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.opt_state) if x.ndim])
+        assert np.mean(moments != moments.astype(jnp.bfloat16)) > 0.5
+    assert found[0] != found[1]
+    np.testing.assert_allclose(*found, rtol=3e-2)
 
 
 def test_chunks_must_have_equal_widths() -> None:
