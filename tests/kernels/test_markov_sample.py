@@ -112,14 +112,15 @@ def test_reference_draws_what_the_librarys_head_and_noise_draw(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rebuilt_row_is_the_distribution_its_token_was_drawn_from(kind: str) -> None:
-    """Whole rows are needed only where a draft was rejected; they are probabilities and agree at the token."""
+    """Whole rows are needed only where a draft was rejected; they are probabilities and agree at the token, to a few
+    roundings of float32 at logits of 10 (1e-6 each), which sums in another order add up to."""
     head, block = case(kind)
     out = sample(head, block)
     for k in range(3):
         row = np.asarray(row_log_q(head, block.base[k], out.z[k], out.lse[k], block.temperature))  # type: ignore[index]
-        np.testing.assert_allclose(np.exp(row.astype(np.float64)).sum(axis=1), 1.0, atol=2e-6)
+        np.testing.assert_allclose(np.exp(row.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
         at_token = np.take_along_axis(row, np.asarray(out.column[k])[:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(at_token, out.log_q[k], atol=2e-6)
+        np.testing.assert_allclose(at_token, out.log_q[k], atol=1e-5)
         assert np.isneginf(row[:, 5]).all()
 
 
