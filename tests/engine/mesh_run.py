@@ -3,9 +3,10 @@
     python -m tests.engine.mesh_run OUT.json --mesh 1x8 --local-devices 8
     python -m tests.engine.mesh_run OUT.json --mesh 2x4 --local-devices 4 \\
         --coordinator HOST:PORT --processes 2 --process 0
+    python -m tests.engine.mesh_run OUT.json --mesh 1x8 --local-devices 8 --near-ties
 
 ``--mesh DxM``: D parts of the rows, M parts of the weights; 1x1 is one device. Everything is float64, where equality
-holds without exception.
+holds without exception. ``--near-ties``: float32, on one device and on the mesh in one process, compared here.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [7]]
 NEW = 10
 
 
-def models(mesh: Any) -> tuple[Any, Any]:
+def models(mesh: Any, dtype: Any = "float64") -> tuple[Any, Any]:
     """A target of 8 key/value heads and its drafter, from the same numbers on every mesh."""
-    import jax.numpy as jnp
-
     from dspark_jax.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
     from dspark_jax.drafters import Drafter, drafter_specs
     from dspark_jax.params import init
@@ -43,9 +42,9 @@ def models(mesh: Any) -> tuple[Any, Any]:
         method="dspark", decoder=DecoderConfig(**{**vars(config), "layers": (layer,)}), block_size=3,
         target_layer_ids=(0, 1), mask_token_id=63, markov_rank=8, confidence_head=True,
     )  # fmt: skip
-    params = init(decoder_specs(config), jax.random.key(0), jnp.float64)
+    params = init(decoder_specs(config), jax.random.key(0), dtype)
     params["embed_tokens"], params["lm_head"] = params["embed_tokens"] * 50, params["lm_head"] * 40
-    drafting = init(drafter_specs(wanted), jax.random.key(1), jnp.float64)
+    drafting = init(drafter_specs(wanted), jax.random.key(1), dtype)
     if mesh is not None:
         params = place(params, decoder_specs(config), mesh)
         drafting = place(drafting, drafter_specs(wanted), mesh)
@@ -104,13 +103,42 @@ def served(target: Any, drafter: Any, host: str) -> dict[str, Any] | None:
     return {"served": [[results[i].tokens, results[i].committed, results[i].offered] for i in ids]}
 
 
+def near_ties(mesh: Any) -> dict[str, int]:
+    """float32 texts of a mesh against one device's, which differ at near ties only (AssertionError otherwise)."""
+    import numpy as np
+
+    from dspark_jax import Sampling, generate
+    from tests.real_model.near_ties import Comparison
+
+    seeds = np.arange(16, dtype=np.uint32)
+    prompts = np.stack([[3 + i, 1 + i, 4] for i in range(len(seeds))]).astype(np.int32)
+    alone, spread = models(None, "float32"), models(mesh, "float32")
+    found = {"compared": 0, "excuses": 0}
+    for temperature in (0.0, 0.8):
+        comparison = Comparison(alone[0], temperature)
+        a, b = (
+            generate(
+                target, drafter, prompts, np.full(len(seeds), 3, np.int32), seeds=seeds, max_new_tokens=48,
+                sampling=Sampling(temperature), verification="coupled",
+            ).tokens
+            for target, drafter in (alone, spread)
+        )  # fmt: skip
+        for prompt, one, other, seed in zip(prompts, np.asarray(a), np.asarray(b), seeds, strict=True):
+            comparison.texts(prompt.tolist(), one, other, int(seed))
+        comparison.finish()
+        found["compared"] += comparison.compared
+        found["excuses"] += comparison.excuses
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--mesh", default="1x1")
+    parser.add_argument("--near-ties", action="store_true")
     processes.add_flags(parser)
     args = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", not args.near_ties)
     # Process 0 alone would find its programs there, and then wait for the other for longer than Gloo does.
     jax.config.update("jax_enable_compilation_cache", False)
     processes.join(args)
@@ -119,6 +147,9 @@ def main() -> None:
     if data * model > 1:
         auto = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.make_mesh((data, model), ("data", "model"), axis_types=auto)
+    if args.near_ties:
+        args.out.write_text(json.dumps(near_ties(mesh)))
+        return
     target, drafter = models(mesh)
     found = texts(target, drafter)
     engine = served(target, drafter, "127.0.0.1")
