@@ -26,7 +26,8 @@ from dspark_jax.types import GREEDY_TEMPERATURE
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-GRID = 4.0 ** ((np.arange(81) - 40) / 40)
+# Python's power and not NumPy's, whose last bit depends on the processor's vector instructions.
+GRID = np.array([4.0 ** ((j - 40) / 40) for j in range(81)])
 """[81] candidate temperatures, 1/4 to 4, ascending; GRID[40] is exactly 1."""
 
 TIE = 1e-12
