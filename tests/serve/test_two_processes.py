@@ -206,3 +206,19 @@ def test_a_process_whose_leader_is_lost_says_so_and_ends(tmp_path: Path) -> None
         assert follower.ended(30) != 0
         ours, jaxs = "error: process 0 is gone", "JAX distributed service detected fatal errors"
         assert ours in follower.text or jaxs in follower.text, follower.text[-4000:]
+
+
+def test_sigterm_ends_a_process_that_still_waits_for_process_0(tmp_path: Path) -> None:
+    """At once: nobody has an answer under way. JAX waits for minutes, outside Python."""
+    with socket.socket() as taken:  # bound, so that nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        waiting = Process(tmp_path, "waiting", "--nnodes", "2", "--node-rank", "1", "--master-port", port)
+        try:
+            waiting.says("waiting for process 0")
+            time.sleep(1.0)
+            waiting.popen.send_signal(signal.SIGTERM)
+            assert waiting.ended(10) == 128 + signal.SIGTERM
+        finally:
+            waiting.popen.kill()
+            waiting.popen.wait()
