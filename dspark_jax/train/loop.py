@@ -122,7 +122,8 @@ class Run:
         self._measure = make_heldout_step(self.drafter, self._heldout_plan, chunks)
         self.state = self._restore(target)
         if self._cache is not None:
-            self._cache.require(self._usable[int(self.state.cursor) : config.optim.total_steps * config.data.batch])
+            begin, left = int(self.state.cursor), max(config.optim.total_steps - int(self.state.step), 0)
+            self._cache.require(self._usable[begin : begin + left * config.data.batch])
         self._metrics: Metrics | None = None
 
     def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:
