@@ -66,6 +66,15 @@ def test_an_older_card_takes_triton_where_it_is_installed_and_xla_elsewhere(
         assert chosen() == ("xla", "xla")  # a CPU
 
 
+@pytest.mark.parametrize("card", ["Tesla T4", "Quadro RTX 3000", "Quadro RTX 4000", "NVIDIA B200"])
+def test_a_card_that_the_kernels_were_not_made_for_takes_xla(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Turing cannot multiply bfloat16, though two of them are named like Ampere's and Ada's."""
+    monkeypatch.setattr(triton_gpu, "missing", lambda: None)
+    monkeypatch.setattr("pallas_kernels.verify.triton_gpu.missing", lambda: None)
+    with on(card):
+        assert chosen() == ("xla", "xla")
+
+
 def test_hopper_keeps_its_own_kernels_and_takes_triton_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_gpu, "missing", lambda: None)
     head, block = test_markov_sample.case()
