@@ -26,6 +26,9 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install '.[triton]'"
 )
 
+# torch brings triton, and no jax-triton. (That JAX has its CUDA plugin is what the marker ``aot`` asks for.)
+needs_jax_triton = pytest.mark.skipif(triton_call.missing() is not None, reason=f"{triton_call.missing()}")
+
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -178,7 +181,7 @@ def test_kernels_compile_for_cards_from_ampere_on_and_spill_no_registers(
 
 
 @pytest.mark.aot
-@needs_triton
+@needs_jax_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("card", ["H100", "A100"])
 @pytest.mark.parametrize("op", test_deviceless.OPS)
