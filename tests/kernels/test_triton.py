@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -110,6 +111,22 @@ def test_naming_triton_where_it_cannot_run_is_one_error_with_reason_and_remedy(
         with pytest.raises(BackendError, match=reason):
             sample()
     triton_call.missing.cache_clear()
+
+
+def test_a_jax_triton_that_was_never_installed_as_a_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on the path. Whoever names no backend asks about it as well, on every device."""
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("triton", "jax_triton") or None)
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    triton_call.missing.cache_clear()
+    try:
+        assert chosen() == ("xla", "xla")
+        assert "jax-triton is of an unknown version" in str(triton_call.missing())
+    finally:
+        triton_call.missing.cache_clear()
 
 
 def test_nothing_of_triton_is_imported_where_nobody_chose_it() -> None:
