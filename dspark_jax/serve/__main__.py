@@ -55,18 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def follow(args: ServeArgs) -> int:
     """Computes with process 0 until that one ends; it alone has a port. Returns the exit status.
 
-    SIGTERM often comes to all processes at once: process 0 gets the time to finish its answers, then this one ends
-    in any case. While it still waits for process 0 there are no answers, and it ends at once.
+    SIGTERM and Ctrl-C often come to all processes at once: process 0 gets the time to finish its answers, then this one
+    ends in any case. While it still waits for process 0 there are no answers, and it ends at once.
     """
 
     processes = Processes()
 
-    def terminated() -> None:
+    def told_to_end(number: int) -> None:
         if processes.link is not None:
             time.sleep(_FINISH_ANSWERS_S + 2 * _STOP_WORKER_S)
-        _exit(128 + signal.SIGTERM)
+        _exit(128 + number)
 
-    _at_sigterm(terminated)
+    _at_signals(told_to_end)
     say = Progress(_print)
     try:
         enable_compilation_cache(args.compilation_cache_dir, say)
@@ -199,20 +199,23 @@ def _print(line: str) -> None:
         print(line, flush=True)
 
 
-def _at_sigterm(act: Callable[[], None]) -> None:
-    """Calls ``act`` in a thread of its own at SIGTERM. A handler would have to wait until the main thread is back from
-    what it does outside Python, and that may be to wait for another process. To be called from the main thread."""
+def _at_signals(act: Callable[[int], None]) -> None:
+    """Calls ``act`` with the signal's number, in a thread of its own, at SIGTERM and SIGINT (which a shell lets
+    processes in the background ignore). A handler would have to wait until the main thread is back from what it does
+    outside Python, and that may be to wait for another process. To be called from the main thread."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    asked = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
+    for number in asked:
+        signal.signal(number, lambda *_: None)
 
-    def wait(kept: socket.socket) -> None:
-        while number := reader.recv(1):
-            if number[0] == signal.SIGTERM:
-                act()
+    def wait(writer: socket.socket) -> None:  # which must not be closed
+        while came := reader.recv(1):
+            if came[0] in asked:
+                act(came[0])
 
-    threading.Thread(target=wait, args=(writer,), name="dspark-sigterm", daemon=True).start()
+    threading.Thread(target=wait, args=(writer,), name="dspark-signals", daemon=True).start()
 
 
 def _exit(status: int) -> NoReturn:
