@@ -27,6 +27,8 @@ from dspark_jax.config_io import decoder_config_to_hf
 from dspark_jax.drafters import drafter_specs
 from dspark_jax.params import ParamSpec, is_spec, spec_leaves
 from dspark_jax.serve.__main__ import READY_LINE
+from dspark_jax.serve.args import UsageError, parse_args
+from dspark_jax.serve.processes import Processes
 from dspark_jax.targets import decoder_specs
 
 VOCAB, HIDDEN = 64, 32
@@ -225,3 +227,19 @@ def test_a_process_that_still_waits_for_process_0_can_be_ended(number: signal.Si
         finally:
             waiting.popen.kill()
             waiting.popen.wait()
+
+
+def test_a_meeting_point_that_is_taken_is_named_before_jax_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would end process 0 by a fault of memory."""
+
+    def initialize(*_: Any, **__: Any) -> None:
+        raise AssertionError("it came to JAX")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        args = parse_args(["--nnodes", "2", "--node-rank", "0", "--master-port", str(port)])
+        with pytest.raises(
+            UsageError, match=f"argument --master-port: process 0 cannot listen on port {port} .*another"
+        ):
+            Processes().join(args, lambda line: None)
