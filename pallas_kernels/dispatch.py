@@ -12,7 +12,20 @@ class BackendError(ValueError):
 
 
 _HOPPER = ("H100", "H200", "H800", "H20")
-_AMPERE = ("A100", "A800", "A30", "A40", "A10", "L4", "L20", "RTX A", "RTX 30", "RTX 40", "Ada Generation")
+# "Quadro RTX 4000" is of the generation before.
+_AMPERE = (
+    "A100",
+    "A800",
+    "A30",
+    "A40",
+    "A10",
+    "L4",
+    "L20",
+    "RTX A",
+    "GeForce RTX 30",
+    "GeForce RTX 40",
+    "Ada Generation",
+)
 
 
 def device_kind() -> str:

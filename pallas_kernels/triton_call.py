@@ -23,7 +23,10 @@ def missing() -> str | None:
     for package, name in (("triton", "triton"), ("jax_triton", "jax-triton")):
         if importlib.util.find_spec(package) is None:
             return f"{name} is not installed: {_REMEDY}"
-    version = importlib.metadata.version("jax-triton")
+    try:
+        version = importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        version = "of an unknown version"
     if not version.startswith("0.3."):
         return f"jax-triton is {version}, of which other arguments are wanted: {_REMEDY}"
     if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (13, 12)):

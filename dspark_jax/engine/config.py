@@ -38,7 +38,9 @@ class EngineConfig:
         min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
         speed_floor: tokens per second that adaptive modes try to keep for every request (0: none), pieces of prompts in
             the same step included.
-        overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens.
+        overlap: dispatch a cycle before reading the one before it. False is the serial twin: the same tokens (but for
+            ``rejection`` where ``fixed`` or ``threshold`` share a ``max_num_batched_tokens`` that is less than whole
+            blocks: it knows a cycle earlier who has ended, so that blocks have other lengths; the law is the same).
         prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
         slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
             which programs are compiled. The largest slot and context buckets are always among them. What is

@@ -90,7 +90,8 @@ def connect(host: str = "127.0.0.1") -> Link | None:
     reach; a collective tells them the port. None where there is one process only.
 
     Raises:
-        TimeoutError: a process did not come.
+        TimeoutError: a process did not come, or did not say which one it is.
+        ConnectionError: a process was gone before it had said it.
     """
     count = jax.process_count()
     if count == 1:
@@ -105,15 +106,44 @@ def connect(host: str = "127.0.0.1") -> Link | None:
             server.listen(count)
         port = server.getsockname()[1] if leads else 0
         port = int(broadcast_one_to_all(np.int32(port), is_source=leads))
-        lines = [server.accept()[0] for _ in range(count - 1)] if leads else []
+        lines, ranks = _others(server, count - 1) if leads else ([], [])
     if not leads:
         lines = [socket.create_connection((host, port), CONNECT_S)]
         lines[0].sendall(struct.pack("<I", jax.process_index()))
-    ranks = [struct.unpack("<I", line.recv(4, socket.MSG_WAITALL))[0] for line in lines] if leads else []
     for line in lines:
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Link(lines, leads, ranks)
+
+
+def _others(server: socket.socket, count: int) -> tuple[list[socket.socket], list[int]]:
+    """The lines to the others that come, and which processes they are. Raises TimeoutError, ConnectionError."""
+    with contextlib.ExitStack() as lines:  # closed where not all are there
+        came = []
+        try:
+            for _ in range(count):
+                came.append(lines.enter_context(server.accept()[0]))
+            ranks = [_said(line) for line in came]
+        except TimeoutError:
+            host, port = server.getsockname()[:2]
+            raise TimeoutError(
+                f"process 0 waited for {count} others at {host} port {port}; they were not there within "
+                f"{CONNECT_S:.0f} s"
+            ) from None
+        lines.pop_all()
+    return came, ranks
+
+
+def _said(line: socket.socket) -> int:
+    """The rank of the process at the other end."""
+    line.settimeout(CONNECT_S)
+    said = bytearray()
+    while len(said) < 4:
+        part = line.recv(4 - len(said))
+        if not part:
+            raise ConnectionError("a process was gone before it had said which one it is: start all of them again")
+        said += part
+    return int(struct.unpack("<I", said)[0])
 
 
 class SharedPrograms(Programs):

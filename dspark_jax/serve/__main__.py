@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import uvicorn
@@ -54,20 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def follow(args: ServeArgs) -> int:
     """Computes with process 0 until that one ends; it alone has a port. Returns the exit status.
 
-    SIGTERM often comes to all processes at once: process 0 gets the time to finish its answers, then this one ends
-    in any case.
+    SIGTERM and Ctrl-C often come to all processes at once: process 0 gets the time to finish its answers, then this one
+    ends in any case. While it still waits for process 0 there are no answers, and it ends at once.
     """
 
-    def terminated(*_: Any) -> None:
-        timer = threading.Timer(_FINISH_ANSWERS_S + 2 * _STOP_WORKER_S, _exit, (128 + signal.SIGTERM,))
-        timer.daemon = True
-        timer.start()
+    processes = Processes()
 
-    signal.signal(signal.SIGTERM, terminated)
+    def told_to_end(number: int) -> None:
+        if processes.link is not None:
+            time.sleep(_FINISH_ANSWERS_S + 2 * _STOP_WORKER_S)
+        _exit(128 + number)
+
+    _at_signals(told_to_end)
     say = Progress(_print)
     try:
         enable_compilation_cache(args.compilation_cache_dir, say)
-        load(args, say)
+        load(args, say, processes)
     except Finished:
         return 0
     except Exception as error:  # noqa: BLE001 whatever it is, it is said and ends this process
@@ -194,6 +197,25 @@ def _version() -> str:
 def _print(line: str) -> None:
     with contextlib.suppress(OSError):  # whoever read the output is gone: serve all the same
         print(line, flush=True)
+
+
+def _at_signals(act: Callable[[int], None]) -> None:
+    """Calls ``act`` with the signal's number, in a thread of its own, at SIGTERM and SIGINT (which a shell lets
+    processes in the background ignore). A handler would have to wait until the main thread is back from what it does
+    outside Python, and that may be to wait for another process. To be called from the main thread."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    asked = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
+    for number in asked:
+        signal.signal(number, lambda *_: None)
+
+    def wait(writer: socket.socket) -> None:  # which must not be closed
+        while came := reader.recv(1):
+            if came[0] in asked:
+                act(came[0])
+
+    threading.Thread(target=wait, args=(writer,), name="dspark-signals", daemon=True).start()
 
 
 def _exit(status: int) -> NoReturn:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from dspark_jax.serve.args import ServeArgs
+from dspark_jax.serve.args import ServeArgs, UsageError
 
 LEAVE_S = 5.0
 """Seconds that processes which part in peace wait for each other."""
@@ -27,11 +28,17 @@ class Processes:
         self.link: Any = None  # engine.multiprocess.Link, from ``connect`` on
 
     def join(self, args: ServeArgs, say: Callable[[str], None]) -> None:
-        """Meets the other processes, before any device is touched."""
+        """Meets the other processes, before any device is touched.
+
+        Raises:
+            UsageError: process 0 cannot listen where the others are to find it.
+        """
         import jax
 
         if args.nnodes == 1 or jax.distributed.is_initialized():
             return
+        if args.node_rank == 0:
+            _require_free(args.master_port)
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             # Process 0 alone reads the cache, and Gloo gives up on a process that compiles for 30 s longer.
@@ -68,3 +75,18 @@ class Processes:
     def _gone(self, rank: int) -> None:
         self._lost = True
         self._on_lost(f"process {rank} is gone, and this one cannot go on alone: start all of them again")
+
+
+def _require_free(port: int) -> None:
+    """Raises UsageError where nobody can listen at ``port``, at all addresses of this machine as JAX does. JAX itself
+    would end this process without a word."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        ).close()
+    except OSError as error:
+        raise UsageError(
+            f"argument --master-port: process 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): give "
+            "all processes another one"
+        ) from error

@@ -20,11 +20,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dspark_jax.checkpoint.deepspec import write_deepspec
+from dspark_jax.checkpoint.drafter_files import read_config
 from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.data import ngrams
 from dspark_jax.data.packing import BlockPlan
 from dspark_jax.data.records import Batch, Records
 from dspark_jax.drafters import drafter_specs
-from dspark_jax.load import check_drafter
+from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
@@ -69,6 +71,8 @@ def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -
     if start and not any((Path(folder) / "checkpoints").glob("[0-9]*")):  # a run that goes on needs it no more
         try:
             check_drafter(start)
+            if ngrams.is_ngram(read_config(find_drafter(start))):
+                raise ValueError(f"{start}: n-gram tables have no parameters to train")
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"drafter.start_from: {error}") from None
     data = config.data
@@ -122,7 +126,8 @@ class Run:
         self._measure = make_heldout_step(self.drafter, self._heldout_plan, chunks)
         self.state = self._restore(target)
         if self._cache is not None:
-            self._cache.require(self._usable[int(self.state.cursor) : config.optim.total_steps * config.data.batch])
+            begin, left = int(self.state.cursor), max(config.optim.total_steps - int(self.state.step), 0)
+            self._cache.require(self._usable[begin : begin + left * config.data.batch])
         self._metrics: Metrics | None = None
 
     def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:

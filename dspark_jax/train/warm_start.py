@@ -7,7 +7,7 @@ Markov head begins as a low-rank fit of the text's bigrams.
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dspark_jax.checkpoint.drafter_files import CONFIG_FILE, read_drafter
+from dspark_jax.checkpoint.drafter_files import read_config, read_drafter
 from dspark_jax.config import DrafterConfig, LayerConfig
 from dspark_jax.data.records import Records
 from dspark_jax.drafters import drafter_specs
@@ -26,6 +26,8 @@ from dspark_jax.params import init
 from dspark_jax.targets import Target
 from dspark_jax.train.step import make_bigram_step
 from dspark_jax.types import PyTree
+
+LOG = logging.getLogger("dspark_jax.train")
 
 
 def draft_vocabulary(records: Records, size: int, vocab_size: int, always: Sequence[int] = ()) -> np.ndarray:
@@ -164,11 +166,18 @@ def earlier_drafter(name: str, wanted: DrafterConfig, target: Target) -> Earlier
     wrong = [f"{key}: {its[key]!r}, the run has {mine[key]!r}" for key in mine if its[key] != mine[key]]
     if wrong:
         raise ValueError(f"drafter.start_from: {place} is a drafter of another shape: {'; '.join(wrong)}")
-    seen = json.loads((place / CONFIG_FILE).read_text(encoding="utf-8")).get("training", {})
+    if pieces.own:
+        LOG.warning(
+            "drafter.start_from: %s has its own %s, which the run does not take over: it begins with the target's",
+            place,
+            " and ".join(sorted(pieces.own)),
+        )
+    seen = read_config(place).get("training")
+    positions = seen.get("positions") if isinstance(seen, dict) else None  # anybody may have written something there
     return Earlier(
         jax.tree.map(lambda x: jnp.array(x, jnp.float32), pieces.params),
         None if pieces.d2t is None else np.asarray(pieces.d2t, np.int32),
-        int(seen.get("positions", 0)),
+        positions if isinstance(positions, int) else 0,
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from dspark_jax.engine import Engine, EngineConfig, Request
+from dspark_jax.engine import Engine, EngineConfig, Request, multiprocess
 from dspark_jax.engine.multiprocess import START, Link
 from dspark_jax.engine.programs import Programs
 
@@ -107,3 +107,33 @@ def test_process_0_notices_a_process_that_is_gone_but_not_its_own_end() -> None:
         assert lost == ([1] if cut else [])
         leader.close()
         follower.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "leaves", "error", "reason"),
+    [
+        (b"\1\0", True, ConnectionError, "gone before it had said"),
+        (b"", False, TimeoutError, "waited for 1 others"),
+    ],
+)
+def test_who_comes_and_does_not_say_which_process_it_is_ends_the_start(
+    says: bytes, leaves: bool, error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower that dies there, and a stranger who found the port: no waiting for ever, and a line that says why."""
+    came: list[socket.socket] = []
+
+    def tell(port: Any, is_source: bool) -> Any:  # in place of the collective: the other one hears the port, and comes
+        came.append(socket.create_connection(("127.0.0.1", int(port))))
+        came[0].sendall(says)
+        if leaves:
+            came[0].close()
+        return port
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", tell)
+    monkeypatch.setattr(multiprocess, "CONNECT_S", 0.3)
+    with pytest.raises(error, match=reason):
+        multiprocess.connect()
+    if not leaves:
+        assert came[0].recv(1) == b""  # process 0 has closed its end
+    came[0].close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -25,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install '.[triton]'"
 )
+
+# torch brings triton, and no jax-triton. (That JAX has its CUDA plugin is what the marker ``aot`` asks for.)
+needs_jax_triton = pytest.mark.skipif(triton_call.missing() is not None, reason=f"{triton_call.missing()}")
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +70,15 @@ def test_an_older_card_takes_triton_where_it_is_installed_and_xla_elsewhere(
         assert chosen() == ("xla", "xla")  # a CPU
 
 
+@pytest.mark.parametrize("card", ["Tesla T4", "Quadro RTX 3000", "Quadro RTX 4000", "NVIDIA B200"])
+def test_a_card_that_the_kernels_were_not_made_for_takes_xla(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Turing cannot multiply bfloat16, though two of them are named like Ampere's and Ada's."""
+    monkeypatch.setattr(triton_gpu, "missing", lambda: None)
+    monkeypatch.setattr("pallas_kernels.verify.triton_gpu.missing", lambda: None)
+    with on(card):
+        assert chosen() == ("xla", "xla")
+
+
 def test_hopper_keeps_its_own_kernels_and_takes_triton_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_gpu, "missing", lambda: None)
     head, block = test_markov_sample.case()
@@ -98,6 +111,22 @@ def test_naming_triton_where_it_cannot_run_is_one_error_with_reason_and_remedy(
         with pytest.raises(BackendError, match=reason):
             sample()
     triton_call.missing.cache_clear()
+
+
+def test_a_jax_triton_that_was_never_installed_as_a_package_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on the path. Whoever names no backend asks about it as well, on every device."""
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("triton", "jax_triton") or None)
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    triton_call.missing.cache_clear()
+    try:
+        assert chosen() == ("xla", "xla")
+        assert "jax-triton is of an unknown version" in str(triton_call.missing())
+    finally:
+        triton_call.missing.cache_clear()
 
 
 def test_nothing_of_triton_is_imported_where_nobody_chose_it() -> None:
@@ -169,7 +198,7 @@ def test_kernels_compile_for_cards_from_ampere_on_and_spill_no_registers(
 
 
 @pytest.mark.aot
-@needs_triton
+@needs_jax_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("card", ["H100", "A100"])
 @pytest.mark.parametrize("op", test_deviceless.OPS)

@@ -27,6 +27,8 @@ from dspark_jax.config_io import decoder_config_to_hf
 from dspark_jax.drafters import drafter_specs
 from dspark_jax.params import ParamSpec, is_spec, spec_leaves
 from dspark_jax.serve.__main__ import READY_LINE
+from dspark_jax.serve.args import UsageError, parse_args
+from dspark_jax.serve.processes import Processes
 from dspark_jax.targets import decoder_specs
 
 VOCAB, HIDDEN = 64, 32
@@ -206,3 +208,38 @@ def test_a_process_whose_leader_is_lost_says_so_and_ends(tmp_path: Path) -> None
         assert follower.ended(30) != 0
         ours, jaxs = "error: process 0 is gone", "JAX distributed service detected fatal errors"
         assert ours in follower.text or jaxs in follower.text, follower.text[-4000:]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_still_waits_for_process_0_can_be_ended(number: signal.Signals, tmp_path: Path) -> None:
+    """At once: nobody has an answer under way. JAX waits for minutes, outside Python."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored by whoever runs these tests, and so by their processes")
+    with socket.socket() as taken:  # bound, so that nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        waiting = Process(tmp_path, "waiting", "--nnodes", "2", "--node-rank", "1", "--master-port", port)
+        try:
+            waiting.says("waiting for process 0")
+            time.sleep(1.0)
+            waiting.popen.send_signal(number)
+            assert waiting.ended(10) == 128 + number
+        finally:
+            waiting.popen.kill()
+            waiting.popen.wait()
+
+
+def test_a_meeting_point_that_is_taken_is_named_before_jax_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would end process 0 by a fault of memory."""
+
+    def initialize(*_: Any, **__: Any) -> None:
+        raise AssertionError("it came to JAX")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        args = parse_args(["--nnodes", "2", "--node-rank", "0", "--master-port", str(port)])
+        with pytest.raises(
+            UsageError, match=f"argument --master-port: process 0 cannot listen on port {port} .*another"
+        ):
+            Processes().join(args, lambda line: None)

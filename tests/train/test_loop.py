@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.checkpoint.deepspec import read_deepspec
+from dspark_jax.checkpoint.deepspec import read_deepspec, write_deepspec
+from dspark_jax.data import ngrams
 from dspark_jax.drafters.dspark import drafter_specs
 from dspark_jax.train.config import RunConfig
 from dspark_jax.train.folder import DiskFull
-from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run
+from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
 from tests.train import tiny_run
 
 
@@ -173,3 +174,28 @@ def test_a_drafter_of_another_shape_or_of_no_place_is_no_beginning(tmp_path: Pat
     with pytest.raises(ValueError, match="first must be 0 or more records, found -1"):
         dataclasses.replace(config.data, first=-1)
     assert not (tmp_path / "second" / "config.json").exists()
+
+
+def test_what_a_drafter_brings_and_a_run_cannot_begin_with_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head of its own gives way to the target's rows, with a warning. Positions that are no number count as none.
+    N-gram tables are refused before a target is loaded."""
+    target, config = tiny_run.target(), tiny_run.config(tmp_path)
+    first = Run(config, target, tmp_path / "first")
+    params = jax.tree.map(np.asarray, first.params)
+    head = np.ones((20, 16), np.float32)
+    export = write_deepspec(
+        tmp_path / "drafter", first.drafter, params, drafter_specs(first.drafter), d2t=first.d2t, head=head,
+        extra_config={"training": {"positions": "many"}},
+    )  # fmt: skip
+
+    def starting(place: Path) -> Any:
+        return dataclasses.replace(config, drafter=dataclasses.replace(config.drafter, start_from=str(place)))
+
+    second = Run(starting(export), target, tmp_path / "second")
+    assert "has its own lm_head.weight, which the run does not take over" in caplog.text
+    assert float(second.state.positions) == 0.0
+    (export / "config.json").write_text(json.dumps({"method": ngrams.METHOD}))
+    with pytest.raises(ValueError, match=r"drafter\.start_from: .*: n-gram tables have no parameters to train"):
+        read_input(starting(export), tmp_path / "third", target.config)

@@ -173,3 +173,11 @@ def test_a_cache_of_something_else_is_refused_with_the_difference(tmp_path: Path
     big = target.replace(params={**target.params, "norm": target.params["norm"] * 1e6})
     with pytest.raises(ValueError, match="do not fit into float16; train without data.teacher_cache"):
         build(settings, big, tmp_path / "big", 1)
+
+
+def test_a_run_that_passes_records_over_misses_the_states_of_those_behind_them_before_it_begins(tmp_path: Path) -> None:
+    """Three steps of two records, from record 4 on, are records 4 to 9; there are states of the first six."""
+    settings = config(tmp_path, teacher_cache=tmp_path / "cache", first=4)
+    assert build(settings, tiny_run.target(), tmp_path / "cache", limit=6) == 6
+    with pytest.raises(ValueError, match="of 6 records the states of 4 are missing, the first is record 6; make more"):
+        Run(settings, tiny_run.target(), tmp_path / "run")
