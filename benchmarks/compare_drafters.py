@@ -286,7 +286,10 @@ def main() -> None:
     for row in config.rows:
         folder, file = runs / row.name, store / f"{row.name}.json"
         if file.is_file() and not folder.exists():
-            kept[row.name] = KeptRow.load(file)
+            try:
+                kept[row.name] = KeptRow.load(file)
+            except ValueError as error:
+                parser.error(f"{error}; delete it")
             continue
         if chosen and row.name not in chosen and not (folder / "done.json").is_file():
             continue
@@ -316,7 +319,11 @@ def main() -> None:
         parser.error(f"nothing to compare: no row is trained in {args.runs} or kept in {store}")
     settings = load_toml(config.evaluate, EvaluateConfig, changes)
     rows = [kept[row.name] for row in config.rows if row.name in kept]
-    measured = kept_rows.measure(rows, config.reference, {s.name: s.group for s in settings.suites}, settings.bootstrap)
+    groups = {suite.name: suite.group for suite in settings.suites}
+    try:
+        measured = kept_rows.measure(rows, config.reference, groups, settings.bootstrap)
+    except ValueError as error:
+        parser.error(f"{error} (rows kept in {store})")
     text = markdown(config, {row.name: row.trained for row in rows}, measured)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels.dispatch import device_kind
 
-_REMEDY = "pip install 'dspark-jax[triton]' (jax-triton>=0.3.1,<0.4 and triton)"
+_REMEDY = "pip install -e '.[triton]' (jax-triton>=0.3.1,<0.4 and triton)"
 # What is compiled for where the device is only described. Code for 8.0 runs on all cards of 8.x.
 _CAPABILITY = {"ampere": 80, "hopper": 90}
 

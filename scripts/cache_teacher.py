@@ -22,7 +22,12 @@ from dspark_jax.train.folder import DiskFull, full_disk_is_said
 
 def main(argv: list[str] | None = None) -> int:
     parser = folder_parser(__doc__, config="of the training run", out="folder of the states")
-    parser.add_argument("--records", type=int, default=0, help="of the first so many records a run reads; 0: all")
+    parser.add_argument(
+        "--records",
+        type=int,
+        default=0,
+        help="of the first so many usable records of the text, those before data.first too; 0: all",
+    )
     args = parser.parse_args(argv)
     begin_logging()
     keep_programs_in(args.out)
