@@ -69,7 +69,8 @@ class Reports:
         plan, key = flight.plan, flight.key
         if plan is None or key is None:
             return []
-        survival = None if flight.survival is None else np.asarray(flight.survival)
+        # A copy: scores are remembered, and a view would keep the device's array as long.
+        survival = None if flight.survival is None else np.array(flight.survival)
         rows = [row for row in plan.places if out.count[row]]
         inside = (plan.least != OUTSIDE) if survival is not None else np.zeros(plan.slots, bool)
         predicted_ms = predicted(flight)

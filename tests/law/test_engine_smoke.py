@@ -52,10 +52,15 @@ def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
 
 
 class Unguarded(Current):
-    """A request's block is verified where its own second draft looks likely: that looks past the first one."""
+    """A request's block is verified where its own second draft looks likely: that looks past the first one. Every
+    cycle drafts, so that there is something to look past."""
 
     def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, **options: Any) -> Decision:
-        return dataclasses.replace(super().decide(cycle, tenants, costs, **options), fallback=False)
+        decision = super().decide(cycle, tenants, costs, **options)
+        count = len(tenants)
+        return dataclasses.replace(
+            decision, drafts=DRAFTS * count, least=np.zeros(count, np.int32), probe=False, fallback=False
+        )
 
     def lengths(
         self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray
