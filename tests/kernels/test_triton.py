@@ -101,7 +101,7 @@ def test_naming_triton_where_it_cannot_run_is_one_error_with_reason_and_remedy(
     monkeypatch.undo()
     triton_call.missing.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"triton is not installed: pip install 'dspark-jax\[triton\]'.*'xla' can"):
+    with pytest.raises(BackendError, match=r"triton is not installed: pip install -e '\.\[triton\]'.*'xla' can"):
         sample()
     triton_call.missing.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("triton", "jax_triton") or None)
