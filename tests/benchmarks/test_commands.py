@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
+import bench_load
 import pytest
+import simulate_serving
 
 from dspark_jax.schedule import StepTimeTable
-
-pytest.importorskip("matplotlib", reason="the commands draw figures")
-
-import bench_load  # noqa: E402
-import simulate_serving  # noqa: E402
 
 
 def test_curves_are_simulated_and_written(tmp_path: Path) -> None:
@@ -33,7 +31,12 @@ def test_curves_are_simulated_and_written(tmp_path: Path) -> None:
     assert all(bar["ratio"] > 0.9 for bar in result["bars"])
     assert all(change["budget_before"] > change["budget_after"] for change in result["switch"])
     assert [row["rate"] for row in result["poisson"]] == [2.0] * 6
-    assert "| adaptive | 4 |" in out.with_suffix(".md").read_text() and out.with_suffix(".png").stat().st_size > 1000
+    assert "| adaptive | 4 |" in out.with_suffix(".md").read_text()
+    # Machines for measuring have no matplotlib; there the figure alone is left out.
+    if importlib.util.find_spec("matplotlib") is None:
+        assert not out.with_suffix(".png").exists()
+    else:
+        assert out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_more_drafts_than_a_block_has_are_refused_before_anything_runs(

@@ -7,11 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import learning_curve
 import pytest
-
-pytest.importorskip("matplotlib", reason="the command draws figures")
-
-import learning_curve  # noqa: E402
 
 
 def run(folder: Path, before: float) -> Path:
