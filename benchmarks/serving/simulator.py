@@ -24,7 +24,7 @@ import numpy as np
 from dspark_jax import EngineConfig, Sampling
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Decision
+from dspark_jax.engine.policy import OUTSIDE, Beside, Decision
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.engine.step_times import StepTimes
@@ -242,7 +242,9 @@ class Simulation:
         def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
             return curve, self.clock.draft_ms(sum(drafting))
 
-        decision = self.policy.decide(self.cycle, tenants, costs if self.policy.timed else None, other_ms=other_ms)
+        decision = self.policy.decide(
+            self.cycle, tenants, costs if self.policy.timed else None, Beside(other_ms=other_ms)
+        )
         alive = self._end[rows] > self._at[rows]
         at = np.where(alive, self._at[rows], 0)
         ms, lengths, total, survival = curve.ms(rows.size) + self._host_ms, np.zeros(rows.size, np.int64), 0, None

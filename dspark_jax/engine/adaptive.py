@@ -13,7 +13,7 @@ import numpy as np
 
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.estimates import Acceptances, Confidences, Probe, Score
-from dspark_jax.engine.policy import OUTSIDE, Costs, Decision, Policy
+from dspark_jax.engine.policy import ALONE, OUTSIDE, Beside, Costs, Decision, Policy
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.choice import Choice, choose
@@ -47,16 +47,7 @@ class Lagged(Policy):
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
         return self._estimates.conditional(tenant)
 
-    def decide(
-        self,
-        cycle: int,
-        tenants: Sequence[Tenant],
-        costs: Costs | None,
-        *,
-        crowded: bool = False,
-        other_ms: float = 0.0,
-        room: int | None = None,
-    ) -> Decision:
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, beside: Beside = ALONE) -> Decision:
         if costs is None:
             raise RuntimeError("an adaptive policy was asked before there are step times")
         self._estimates.advance(cycle)
@@ -65,12 +56,12 @@ class Lagged(Policy):
         counts = [t.left is None or self._estimates.fresh(t, cycle) for t in tenants]
         table, draft_ms = costs(counts)
         expected = np.where(np.array(counts)[:, None], self._estimates.expected(rows), 0.0)
-        choice = self._choose(expected, table, draft_ms, other_ms)
-        if not crowded:
+        choice = self._choose(expected, table, draft_ms, beside.other_ms)
+        if not beside.crowded:
             self._judge(tenants, counts, rows[:, 0], choice)
         if choice.drafts:
             return self._drafting(tenants, choice.drafts, costs)
-        if crowded or not self._probe.due():
+        if beside.crowded or not self._probe.due():
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
         table, draft_ms = costs([True] * len(tenants))
         # What the largest program can verify: at least one draft of each, more of each where there is room.
@@ -142,19 +133,10 @@ class Current(Lagged):
 
     lagged, reads_back = False, True
 
-    def decide(
-        self,
-        cycle: int,
-        tenants: Sequence[Tenant],
-        costs: Costs | None,
-        *,
-        crowded: bool = False,
-        other_ms: float = 0.0,
-        room: int | None = None,
-    ) -> Decision:
-        decision = super().decide(cycle, tenants, costs, crowded=crowded, other_ms=other_ms, room=room)
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, beside: Beside = ALONE) -> Decision:
+        decision = super().decide(cycle, tenants, costs, beside)
         fallback = decision.drafts > 0 and not all(tenant.indifferent for tenant in tenants)
-        return dataclasses.replace(decision, fallback=fallback, other_ms=other_ms)
+        return dataclasses.replace(decision, fallback=fallback, other_ms=beside.other_ms)
 
     def lengths(
         self, tenants: Sequence[Tenant], decision: Decision, admitted: np.ndarray, survival: np.ndarray

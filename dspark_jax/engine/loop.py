@@ -23,7 +23,7 @@ from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.flight import Flight, Plan
 from dspark_jax.engine.multiprocess import Link
-from dspark_jax.engine.policy import OUTSIDE
+from dspark_jax.engine.policy import OUTSIDE, Beside
 from dspark_jax.engine.report import Reports, Watcher
 from dspark_jax.engine.request import Event, Request, Result, check
 from dspark_jax.engine.slots import Tenant
@@ -225,7 +225,7 @@ class Engine(Tenancy):
         costs = self._costs(self._cycle, len(working), slots, context, draft_context, spare)
         crowded = bool(self._pieces) and spare < max(self.buckets.tokens[slots], default=0)
         other_ms = 0.0 if self._times is None else sum(self._times.piece_ms(*piece) for piece in self._pieces)
-        decision = self._policy.decide(self._cycle, working, costs, crowded=crowded, other_ms=other_ms, room=spare)
+        decision = self._policy.decide(self._cycle, working, costs, Beside(crowded, other_ms, spare))
         self._last_drafts = decision.drafts
         return Plan(self._cycle, rows, decision, slots, context, draft_context)
 

@@ -54,6 +54,25 @@ class Decision:
     most: np.ndarray | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What pieces of prompts do to the step that a cycle runs in; their sizes are known before it begins.
+
+    Attributes:
+        crowded: they have taken tokens of it, so that what it leaves to drafts says nothing about their worth.
+        other_ms: what they take.
+        room: tokens that are left of the step for the requests and their drafts, None: any number; where there are step
+            times, they end there.
+    """
+
+    crowded: bool = False
+    other_ms: float = 0.0
+    room: int | None = None
+
+
+ALONE = Beside()
+
+
 def even_shares(drafts: int, requests: int, most: int) -> np.ndarray:
     """``[requests]`` int32: ``drafts`` in all, at most ``most`` each; those that are left over go to the first ones. It
     counts requests and looks at no score, so that it cannot bias."""
@@ -75,22 +94,10 @@ class Policy:
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
 
-    def decide(
-        self,
-        cycle: int,
-        tenants: Sequence[Tenant],
-        costs: Costs | None,
-        *,
-        crowded: bool = False,
-        other_ms: float = 0.0,
-        room: int | None = None,
-    ) -> Decision:
-        """For the cycle that is about to run. ``costs``: None where there are no step times. ``crowded``: prompts have
-        taken tokens of this step, so that what it leaves to drafts says nothing about their worth. ``other_ms``: what
-        those pieces take; their sizes are known before the cycle begins. ``room``: tokens that are left of the step for
-        these requests and their drafts, None: any number; where there are step times, they end there."""
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, beside: Beside = ALONE) -> Decision:
+        """For the cycle that is about to run. ``costs``: None where there are no step times."""
         requests = len(tenants)
-        free = self.drafts * requests if room is None else room - requests
+        free = self.drafts * requests if beside.room is None else beside.room - requests
         most = even_shares(free, requests, self.drafts)
         return Decision(int(most.sum()), np.zeros(requests, np.int32), most=most)
 
@@ -115,16 +122,7 @@ class Policy:
 class Plain(Policy):
     """No drafts at all (mode ``none``)."""
 
-    def decide(
-        self,
-        cycle: int,
-        tenants: Sequence[Tenant],
-        costs: Costs | None,
-        *,
-        crowded: bool = False,
-        other_ms: float = 0.0,
-        room: int | None = None,
-    ) -> Decision:
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, beside: Beside = ALONE) -> Decision:
         return Decision(0, np.full(len(tenants), OUTSIDE, np.int32))
 
 

@@ -105,8 +105,8 @@ def test_a_drafter_that_was_not_asked_drafts_as_if_it_had_been(lagged_engine: En
     class Choppy(Lagged):
         """Drafts in one of five cycles, for everyone."""
 
-        def decide(self, cycle: int, tenants: Any, costs: Any, **options: Any) -> Any:
-            decision = super().decide(cycle, tenants, costs, **options)
+        def decide(self, cycle: int, tenants: Any, costs: Any, *beside: Any) -> Any:
+            decision = super().decide(cycle, tenants, costs, *beside)
             if cycle % 5:
                 return dataclasses.replace(decision, drafts=0)
             return dataclasses.replace(decision, drafts=BLOCK * len(tenants), least=np.full(len(tenants), BLOCK))

@@ -14,7 +14,7 @@ from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
 from dspark_jax.engine.estimates import FORGET, PRIOR, WEIGHT, Acceptances, Confidences, Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Costs, Policy, Temperatures, Threshold
+from dspark_jax.engine.policy import OUTSIDE, Beside, Costs, Policy, Temperatures, Threshold
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule import StepTimeTable, admit_early_stop, admit_top_k, capacity
@@ -62,7 +62,7 @@ def test_no_one_is_judged_by_what_prompts_have_left_of_a_step() -> None:
     for crowded in (True, False):
         policy, tenants = Lagged(3), [tenant(0), tenant(1)]
         for cycle in range(10):
-            decision = policy.decide(cycle, tenants, costs_of(none), crowded=crowded)
+            decision = policy.decide(cycle, tenants, costs_of(none), Beside(crowded))
             assert decision.drafts == 0 and (not crowded or not decision.probe)
         assert [t.left is None for t in tenants] == [crowded, crowded]
         after = policy.decide(10, tenants, costs_of(full))
@@ -266,7 +266,7 @@ def test_a_step_s_room_is_shared_by_count(policy: type[Policy]) -> None:
     tenants = [tenant(n) for n in range(3)]
     shares = {None: [3, 3, 3], 99: [3, 3, 3], 12: [3, 3, 3], 11: [3, 3, 2], 8: [2, 2, 1], 4: [1, 0, 0], 3: [0, 0, 0]}
     for room, wanted in {**shares, 1: [0, 0, 0]}.items():
-        decision = policy(3).decide(0, tenants, None, room=room)
+        decision = policy(3).decide(0, tenants, None, Beside(room=room))
         assert decision.most is not None and decision.most.tolist() == wanted and decision.drafts == sum(wanted)
         assert decision.least.tolist() == [0, 0, 0]
 

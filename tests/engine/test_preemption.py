@@ -322,9 +322,9 @@ def test_the_policy_is_told_what_pieces_of_prompts_take_of_a_step(lagged: Engine
     told: list[tuple[float, float]] = []
     decide = lagged._policy.decide
 
-    def listen(*arguments: Any, other_ms: float = 0.0, **options: Any) -> Any:
-        told.append((other_ms, sum(lagged._times.piece_ms(*piece) for piece in lagged._pieces)))
-        return decide(*arguments, other_ms=other_ms, **options)
+    def listen(cycle: int, tenants: Any, costs: Any, beside: Any) -> Any:
+        told.append((beside.other_ms, sum(lagged._times.piece_ms(*piece) for piece in lagged._pieces)))
+        return decide(cycle, tenants, costs, beside)
 
     monkeypatch.setattr(lagged._policy, "decide", listen)
     lagged.submit(Request([1], 30, GREEDY))

@@ -19,7 +19,7 @@ from dspark_jax.config import Sampling
 from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Lagged
 from dspark_jax.engine.estimates import Score
-from dspark_jax.engine.policy import Policy, Threshold
+from dspark_jax.engine.policy import Beside, Policy, Threshold
 from dspark_jax.engine.request import Checked
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.schedule import StepTimeTable, admit_threshold, admit_top_k
@@ -167,7 +167,7 @@ def test_blocks_that_are_shortened_to_a_step_s_room_do_not_bias(policy: type[Pol
     A's second draft only behind the second letter, as it may (Algorithm 1 is no more causal). 0.7 everywhere."""
 
     def lengths(rows: np.ndarray, room: int) -> np.ndarray:
-        most = policy(2).decide(0, [object()] * 2, None, room=room).most  # type: ignore[list-item]
+        most = policy(2).decide(0, [object()] * 2, None, Beside(room=room)).most  # type: ignore[list-item]
         assert most is not None and most.sum() == min(room - 2, 4)
         conditional = rows / np.concatenate([np.ones((2, 1)), rows[:, :1]], axis=1)
         return np.minimum(admit_threshold(conditional, 0.5), most) if policy is Threshold else most
@@ -211,6 +211,9 @@ def test_conditions_are_taken_from_the_scores_that_chose_the_capacity(
         for n, scores in enumerate((A[old], A[1 - old], A[1 - old])):
             rows = zip(tenants, (scores, B), strict=True)
             policy.observe(n, [Score(tenant, np.array(row), 0, 0) for tenant, row in rows])
-        assert policy.decide(2, tenants, lambda drafting: (table, 0.0), other_ms=other_ms).drafts == wanted
+        assert policy.decide(2, tenants, lambda drafting: (table, 0.0), Beside(other_ms=other_ms)).drafts == wanted
         # The same policy one cycle later knows the others.
-        assert policy.decide(3, tenants, lambda drafting: (table, 0.0), other_ms=other_ms).drafts == drafts[1 - old]
+        assert (
+            policy.decide(3, tenants, lambda drafting: (table, 0.0), Beside(other_ms=other_ms)).drafts
+            == drafts[1 - old]
+        )

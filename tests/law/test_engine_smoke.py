@@ -55,8 +55,8 @@ class Unguarded(Current):
     """A request's block is verified where its own second draft looks likely: that looks past the first one. Every
     cycle drafts, so that there is something to look past."""
 
-    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, **options: Any) -> Decision:
-        decision = super().decide(cycle, tenants, costs, **options)
+    def decide(self, cycle: int, tenants: Sequence[Tenant], costs: Costs | None, *beside: Any) -> Decision:
+        decision = super().decide(cycle, tenants, costs, *beside)
         count = len(tenants)
         return dataclasses.replace(
             decision, drafts=DRAFTS * count, least=np.zeros(count, np.int32), probe=False, fallback=False
