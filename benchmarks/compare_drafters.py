@@ -43,6 +43,7 @@ from report import environment, processor
 from dspark_jax.config_toml import load_toml
 from dspark_jax.evaluate.config import EvaluateConfig
 from dspark_jax.evaluate.report import show, table
+from dspark_jax.train.folder import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBE = 20
@@ -148,9 +149,7 @@ class Plans:
         """Writes a plan down."""
         self._known[row.name] = plan
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self._known, indent=1) + "\n")
-        scratch.replace(self.path)
+        write_whole(self.path, json.dumps(self._known, indent=1) + "\n")
 
 
 def wanted_of(row: Row, seconds: float, threads: int) -> dict[str, Any]:

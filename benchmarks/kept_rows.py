@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.decode import Trace
+from dspark_jax.train.folder import write_whole
 
 Facts: TypeAlias = Mapping[str, Any]
 
@@ -76,9 +77,7 @@ class KeptRow:
         for i, (run, rows) in enumerate(prompts.items()):
             body = ",\n".join(map(json.dumps, rows))
             lines.append(f"{json.dumps(run)}: [\n{body}\n]" + ("," if i + 1 < len(prompts) else ""))
-        scratch = folder / f"{self.name}.json.tmp"
-        scratch.write_text("\n".join([*lines, "}}"]) + "\n", encoding="utf-8")
-        scratch.replace(folder / f"{self.name}.json")
+        write_whole(folder / f"{self.name}.json", "\n".join([*lines, "}}"]) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> KeptRow:
