@@ -1,4 +1,5 @@
-"""``noise`` for Triton kernels: the same integers, the same formulas. Imported by those kernels only."""
+"""``noise`` for Triton kernels, and what they do with a tile of scores: the same integers, the same formulas. Imported
+by those kernels only."""
 
 from __future__ import annotations
 
@@ -26,3 +27,27 @@ def gumbel(word0, word1, ids):
     gap = 1.0 - w
     ratio = -tl.log(w) / tl.where(gap == 0.0, 1.0, gap)
     return -tl.log(tl.where(gap == 0.0, u, u * ratio))
+
+
+@triton.jit
+def scores(x, inside):
+    """``x [ROWS, TILE]`` where a masked column (-inf), or one that is not ``inside [TILE]`` the vocabulary, counts as
+    LOW (tiles.py); what is no number stays none."""
+    x = tl.maximum(x, -3.0e38, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(inside[None, :], x, -3.0e38)
+
+
+@triton.jit
+def exponentials(x):
+    """``[ROWS]`` each: the largest score of a row, and the sum of exponentials of the distances from it."""
+    top = tl.max(x, axis=1)
+    return top, tl.sum(tl.exp(x - top[:, None]), axis=1)
+
+
+@triton.jit
+def draw(x, noise, noisy, at, VOCAB: tl.constexpr):
+    """``[ROWS]`` each: the largest of scores and ``noise`` (of rows that are ``noisy``), and the first column of ``at``
+    where it stands."""
+    drawn = x + noise * noisy[:, None]
+    best = tl.max(drawn, axis=1)
+    return best, tl.min(tl.where(drawn == best[:, None], at[None, :], VOCAB - 1), axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_noise import gumbel
+from pallas_kernels.triton_noise import draw, exponentials, gumbel, scores
 
 
 @triton.jit
@@ -40,15 +40,9 @@ def markov_tile(
     ids = at
     if TRIMMED:
         ids = tl.load(ids_ptr + at, mask=inside, other=0)
-    # A masked column (-inf) or one past the vocabulary counts as LOW (tiles.py); what is no number stays none.
-    x = (product + base) * inverse[:, None]
-    x = tl.maximum(x, -3.0e38, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.where(inside[None, :], x, -3.0e38)
-    top = tl.max(x, axis=1)
-    total = tl.sum(tl.exp(x - top[:, None]), axis=1)
-    drawn = x + gumbel(word0[:, None], word1[:, None], ids[None, :]) * noisy[:, None]
-    best = tl.max(drawn, axis=1)
-    column = tl.min(tl.where(drawn == best[:, None], at[None, :], VOCAB - 1), axis=1)  # the first of equals
+    x = scores((product + base) * inverse[:, None], inside)
+    top, total = exponentials(x)
+    best, column = draw(x, gumbel(word0[:, None], word1[:, None], ids[None, :]), noisy, at, VOCAB)
     chosen = tl.max(tl.where(at[None, :] == column[:, None], x, -3.0e38), axis=1)
     out = tl.program_id(1) * COUNT + row
     tl.store(best_ptr + out, best, mask=there)

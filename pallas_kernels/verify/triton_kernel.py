@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_noise import gumbel
+from pallas_kernels.triton_noise import draw, exponentials, gumbel, scores
 
 
 @triton.jit
@@ -25,15 +25,10 @@ def rows_tile(
     word0 = tl.load(word0_ptr + row, mask=there, other=0)
     word1 = tl.load(word1_ptr + row, mask=there, other=0)
     token = tl.load(token_ptr + row, mask=there, other=-1)
-    # A masked column (-inf) or one past the vocabulary counts as LOW (tiles.py); what is no number stays none.
-    x = tl.maximum(logits * inverse[:, None], -3.0e38, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.where(inside[None, :], x, -3.0e38)
-    top = tl.max(x, axis=1)
-    total = tl.sum(tl.exp(x - top[:, None]), axis=1)
+    x = scores(logits * inverse[:, None], inside)
+    top, total = exponentials(x)
     found = tl.max(tl.where(at[None, :] == token[:, None], x, -3.0e38), axis=1)
-    drawn = x + gumbel(word0[:, None], word1[:, None], at[None, :]) * noisy[:, None]
-    best = tl.max(drawn, axis=1)
-    column = tl.min(tl.where(drawn == best[:, None], at[None, :], VOCAB - 1), axis=1)  # the first of equals
+    best, column = draw(x, gumbel(word0[:, None], word1[:, None], at[None, :]), noisy, at, VOCAB)
     out = tl.program_id(1) * COUNT + row
     tl.store(best_ptr + out, best, mask=there)
     tl.store(column_ptr + out, column, mask=there)
