@@ -28,6 +28,10 @@ RSS_SLACK_MB = 48
 """Growth that is no leak: pools of the allocator, Python's own. One cache of the engine that stayed behind at each of
 thousands of steps would be far more."""
 
+UNREAD_FLAGS = 8
+"""Bytes of flags, one a copy into the prefix store, which are read when the next request comes: between the two
+measurements their number may differ by a few. One left behind by each request would be hundreds."""
+
 
 def rss_mb() -> float:
     """Memory of this process."""
@@ -129,7 +133,7 @@ def test_a_long_random_load_compiles_nothing_keeps_its_memory_and_loses_nobody()
     assert {"length", "stop", "cancelled"} <= set(load.reasons) and "error" not in load.reasons
     assert load.reasons["cancelled"] <= len(load.cancelled)
     assert compiled == [] and engine.counters()["late_compiles"] == 0
-    assert memory[1][0] == memory[0][0]
+    assert abs(memory[1][0] - memory[0][0]) <= UNREAD_FLAGS
     assert memory[1][1] < memory[0][1] + RSS_SLACK_MB
     counters = engine.counters()
     assert counters["running"] == counters["waiting"] == 0 and counters["requests"] == len(load.asked)
