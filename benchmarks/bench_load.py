@@ -27,7 +27,7 @@ import numpy as np
 from report import environment
 from serving.arms import Arm, load_arms
 from serving.cells import Meter, prompt_ms, run_cell, schedule
-from serving.engines import build, load_models
+from serving.engines import Steps, build, content_hash, load_models, measure, over_rounds, save_whole, table_of
 from serving.figures import serving_figure
 from serving.load_analysis import analyse
 from serving.load_report import markdown
@@ -36,6 +36,7 @@ from serving.workload import Workload, read
 
 from dspark_jax import Engine, Sampling
 from dspark_jax.serve.startup import enable_compilation_cache
+from dspark_jax.train.folder import write_whole
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -62,6 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=320)
     parser.add_argument("--max-programs", type=int, default=40, help="of the arms that choose lengths")
     parser.add_argument("--profile-seconds", type=float, default=45.0)
+    parser.add_argument("--measure-seconds", type=float, default=6.0, help="of step times, at the begin of a round")
     parser.add_argument("--traces", type=int, default=0, help="requests to record for the simulator, once")
     parser.add_argument("--trace-users", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -75,50 +77,116 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def open_log(
-    path: Path, settings: dict[str, Any], start: dict[str, Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and cells of a run that is there, or a new one. Raises ValueError where its settings are others."""
+SAME = {
+    "commit": "check out that commit, with no other changes",
+    "cores": "run on as many cores (taskset)",
+    "target": "bring the target's old weights back",
+    "drafter": "bring the drafter's old weights back",
+    "calibration": "bring the old calibration tables back",
+}
+"""What all cells of a run must have in common beside its settings, and what to do where it has changed."""
+
+Line = dict[str, Any]
+
+
+def read_log(path: Path) -> list[Line]:
+    """Lines of a run that is there, its header first; none where it has not begun. A last line that a kill has cut off
+    is dropped from the file, with a warning.
+
+    Raises:
+        ValueError: another line is no JSON object, or the first is no header.
+    """
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"settings": settings, **start}) + "\n", encoding="utf-8")
-    header, *cells = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    changed = [
-        f"{k} {header['settings'].get(k)!r} -> {v!r}" for k, v in settings.items() if header["settings"].get(k) != v
-    ]
+        return []
+    *whole, cut = path.read_text(encoding="utf-8").split("\n")
+    if cut:
+        print(f"{path}: the last line is not whole and is dropped ({len(cut)} characters)", file=sys.stderr)
+        write_whole(path, "".join(line + "\n" for line in whole))
+    lines = []
+    for number, text in enumerate(whole, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged ({error}): mend it or choose another --out") from error
+        if not isinstance(line, dict) or (number == 1 and "settings" not in line):
+            raise ValueError(f"{path}, line {number} is none of this command's: mend it or choose another --out")
+        lines.append(line)
+    return lines
+
+
+def check_settings(path: Path, header: Line, settings: Line) -> None:
+    """Raises ValueError where a run was begun with other settings."""
+    before = header["settings"]
+    changed = [f"{k} {before.get(k)!r} -> {v!r}" for k, v in settings.items() if before.get(k) != v]
     if changed:
         raise ValueError(f"{path} holds a run with other settings ({'; '.join(changed)}): choose another --out")
-    return header, cells
 
 
-def append(path: Path, line: dict[str, Any]) -> None:
+def check_same(path: Path, header: Line, here: Line) -> None:
+    """Raises ValueError where cells would be added that do not belong to those that are there (``SAME``)."""
+    changed = [name for name in SAME if header.get(name) != here[name]]
+    if changed:
+        what = "; ".join(f"{name} {header.get(name)!r} -> {here[name]!r}" for name in changed)
+        remedy = "; ".join(SAME[name] for name in changed)
+        raise ValueError(f"{path} holds cells of another {what}: {remedy}, or choose another --out")
+
+
+def append(path: Path, line: Line) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
-class Run:
-    """Engines of all arms, and the cells they still have to run."""
+def write_steps(found: dict[str, Steps]) -> dict[str, list[list[Any]]]:
+    """Step times as JSON: a list of [kind, slots, tokens, milliseconds] for each arm."""
+    return {name: [[*place, round(ms, 4)] for place, ms in steps.items()] for name, steps in found.items()}
 
-    def __init__(self, args: argparse.Namespace, arms: tuple[Arm, ...], log: Path) -> None:
-        self.args, self.log, self.begin = args, log, time.perf_counter()
-        target, drafter = load_models(args.target, args.drafter)
-        self.calibration = getattr(drafter, "calibration", None)
+
+def read_steps(rows: list[list[Any]]) -> Steps:
+    """Of one arm, the other way round."""
+    return {(kind, slots, tokens): ms for kind, slots, tokens, ms in rows}
+
+
+class Run:
+    """Models, prompts, and, once they are built, engines of all arms.
+
+    Raises:
+        ValueError: a model or prompts cannot be used.
+        OSError: they cannot be read.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.begin = args, time.perf_counter()
+        self.target, self.drafter = load_models(args.target, args.drafter)
+        self.calibration = getattr(self.drafter, "calibration", None)
         longest = args.max_model_len - args.max_new_tokens - 16
         if args.prompts:
-            prompts, kinds = read(args.prompts, target.tokenizer, longest)
+            prompts, kinds = read(args.prompts, self.target.tokenizer, longest)
         else:  # the tiny model has no tokenizer
             rng = np.random.default_rng(args.seed)
             prompts = tuple(tuple(rng.integers(0, 500, 24).tolist()) for _ in range(64))
             kinds = ("random",) * len(prompts)
-        stops = () if target.tokenizer is None else tuple(target.config.eos_token_ids)
+        stops = () if self.target.tokenizer is None else tuple(self.target.config.eos_token_ids)
         sampling = Sampling(temperature=args.temperature)
         self.work = Workload(prompts, kinds, args.max_new_tokens, sampling, args.verification, stops, args.seed)
         self.engines: dict[str, Engine] = {}
         self.meters: dict[str, Meter] = {}
-        users = sorted({*args.concurrency, *args.shown})
+
+    def weights(self) -> dict[str, str]:
+        """Hashes of what decides texts, drafts and confidences."""
+        calibration = "none" if self.calibration is None else content_hash(self.calibration)
+        return {
+            "target": content_hash(self.target),
+            "drafter": content_hash(self.drafter),
+            "calibration": calibration,
+        }
+
+    def build(self, arms: tuple[Arm, ...], fresh: bool) -> None:
+        """``fresh``: nothing has been measured, so the adaptive arm's step times are measured now."""
+        args = self.args
         for arm in arms:
             engine, table = build(
-                arm, target, drafter, tables(args.out), concurrency=users, max_model_len=args.max_model_len,
+                arm, self.target, self.drafter, tables(args.out) / f"{arm.name}_start.json", fresh=fresh,
+                concurrency=sorted({*args.concurrency, *args.shown}), max_model_len=args.max_model_len,
                 max_programs=args.max_programs, profile_seconds=args.profile_seconds, say=self.say,
             )  # fmt: skip
             self.engines[arm.name], self.meters[arm.name] = engine, Meter(table)
@@ -127,13 +195,18 @@ class Run:
     def say(self, line: str) -> None:
         print(f"[{time.perf_counter() - self.begin:6.1f} s] {line}", flush=True)
 
-    def prompts_ms(self) -> dict[str, float]:
-        """Of every arm, by some prompts of the workload."""
-        order = self.work.order(0x9807)
-        requests = [self.work.request(next(order), i, 1) for i in range(16)]
-        return {name: round(prompt_ms(engine, requests), 3) for name, engine in self.engines.items()}
+    def measure(self, number: int) -> Line:
+        """Step and prompt times of all arms, at the begin of a round."""
+        args, begin = self.args, time.perf_counter()
+        buckets = {users for users in (*args.concurrency, *args.shown) if users <= max(args.concurrency)}
+        steps = measure(self.engines, buckets, args.measure_seconds)
+        order = self.work.order(0x9807, number)
+        requests = [self.work.request(next(order), i, 1) for i in range(1 + max(4, 16 // args.rounds))]
+        prompts = {name: round(ms, 3) for name, ms in prompt_ms(self.engines, requests).items()}
+        self.say(f"round {number}: step and prompt times measured in {time.perf_counter() - begin:.1f} s")
+        return {"round": number, "step_times": write_steps(steps), "prompt_ms": prompts}
 
-    def cell(self, number: int, users: int, arm: str) -> dict[str, Any]:
+    def cell(self, number: int, users: int, arm: str) -> Line:
         engine, args = self.engines[arm], self.args
         late = engine.counters()["late_compiles"]
         feed = self.work.feed(users, number, users)
@@ -146,13 +219,28 @@ def tables(out: str) -> Path:
     return Path(f"{out}_step_times")
 
 
-def finish(out: str, header: dict[str, Any], cells: list[dict[str, Any]]) -> None:
-    """Report files of the cells that are there."""
+def finish(out: str, header: Line, lines: list[Line]) -> None:
+    """Report files of the cells that are there, and step times over the rounds."""
     settings = header["settings"]
-    result = {**header, **analyse(cells, settings["concurrency"], settings["shown"])}
-    Path(f"{out}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    measured = [line for line in lines if "step_times" in line]
+    about: Line = {"prompt_ms": {}, "step_times_spread": None}
+    if measured:
+        names = list(measured[0]["step_times"])
+        about["prompt_ms"] = {n: round(float(np.mean([m["prompt_ms"][n] for m in measured])), 3) for n in names}
+        spreads = []
+        for name in names:
+            rounds = [read_steps(line["step_times"][name]) for line in measured]
+            save_whole(
+                table_of(over_rounds(rounds), settings["max_model_len"]),
+                tables(out) / f"{name.replace(' ', '_')}.json",
+            )
+            spreads += [max(ms) / min(ms) - 1 for ms in ([r[k] for r in rounds] for k in rounds[0])]
+        about["step_times_spread"] = [round(float(np.median(spreads)), 3), round(max(spreads), 3)]
+    cells = [line for line in lines if "arm" in line]
+    result = {**header, **about, **analyse(cells, settings["concurrency"], settings["shown"])}
+    write_whole(Path(f"{out}.json"), json.dumps(result, indent=1) + "\n")
     text = markdown(result)
-    Path(f"{out}.md").write_text(text, encoding="utf-8")
+    write_whole(Path(f"{out}.md"), text)
     title = f"{settings['target']}, {result['processor']}, {result['cores']} cores"
     serving_figure(Path(f"{out}.png"), result["arms"], title, log=False)
     print(text)
@@ -164,38 +252,51 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.prompts and args.target != "tiny":
         print("--prompts: at least one JSONL file is needed")
         return 2
+    try:
+        return load(args)
+    except (ValueError, OSError) as error:
+        print(f"bench_load: {error}", file=sys.stderr)
+        return 2
+
+
+def load(args: argparse.Namespace) -> int:
+    """See ``main``."""
     log, traces = Path(f"{args.out}.jsonl"), Path(f"{args.out}_traces.npz")
     arms = load_arms(args.fixed, args.threshold)
     settings = json.loads(json.dumps({name: getattr(args, name) for name in SETTINGS}))
-    try:
-        header, cells = open_log(log, settings, environment())
-    except ValueError as error:
-        print(error)
-        return 2
-    done = {(c["round"], c["concurrency"], c["arm"]) for c in cells if "arm" in c}
+    lines = read_log(log)
+    if lines:
+        check_settings(log, lines[0], settings)
+    done = {(c["round"], c["concurrency"], c["arm"]) for c in lines if "arm" in c}
     planned = schedule([arm.name for arm in arms], args.concurrency, args.shown, args.rounds, args.seed)
     todo = [cell for cell in planned if cell not in done]
     if todo or (args.traces and not traces.is_file()):
+        start = environment()
         enable_compilation_cache(args.compilation_cache_dir, print)
-        try:
-            run = Run(args, arms, log)
-        except (ValueError, OSError) as error:
-            print(f"bench_load: {error}", file=sys.stderr)
-            return 2
-        if not any("prompt_ms" in line for line in cells):
-            cells.append({"prompt_ms": run.prompts_ms()})
-            append(log, cells[-1])
+        run = Run(args)
+        start |= run.weights()
+        if lines:
+            check_same(log, lines[0], start)
+        else:  # prompts and models are read: what is written now can be gone on with
+            log.parent.mkdir(parents=True, exist_ok=True)
+            lines = [{"settings": settings, **start}]
+            write_whole(log, json.dumps(lines[0]) + "\n")
+        run.build(arms, fresh=len(lines) == 1)
+        known = {line["round"] for line in lines if "step_times" in line}
         for i, cell in enumerate(todo):
-            cells.append(run.cell(*cell))
-            append(log, cells[-1])
-            speed, load = cells[-1]["tokens"] / cells[-1]["seconds"], cells[-1]["load_average"]
+            if cell[0] not in known:
+                known.add(cell[0])
+                lines.append(run.measure(cell[0]))
+                append(log, lines[-1])
+            lines.append(run.cell(*cell))
+            append(log, lines[-1])
+            speed, busy = lines[-1]["tokens"] / lines[-1]["seconds"], lines[-1]["load_average"]
             what = f"round {cell[0]}, {cell[1]} users, {cell[2]}"
-            run.say(f"cell {i + 1}/{len(todo)}: {what}: {speed:.1f} tokens/s, load average {load[0]} to {load[1]}")
+            run.say(f"cell {i + 1}/{len(todo)}: {what}: {speed:.1f} tokens/s, load average {busy[0]} to {busy[1]}")
         if args.traces and not traces.is_file():
             found = record(run.engines["threshold"], run.work, args.traces, args.trace_users, run.calibration, run.say)
             found.save(traces)
-    header["prompt_ms"] = next((line["prompt_ms"] for line in cells if "prompt_ms" in line), {})
-    finish(args.out, header, [line for line in cells if "arm" in line])
+    finish(args.out, lines[0], lines[1:])
     return 0
 
 

@@ -37,13 +37,18 @@ def processor() -> str:
     return platform.processor()
 
 
+def usable_cores() -> int:
+    """Cores this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions, commit, command, and how busy the machine was at the start."""
     return {
         "command": "python " + " ".join(os.path.relpath(a, ROOT) if a.endswith(".py") else a for a in sys.argv),
         "commit": commit(),
         "processor": processor(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "device": str(jax.devices()[0]),
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,16 @@ BLOCKS = 9
 class Meter:
     """Adds up the cycles of an engine while it is on.
 
+    Cycles that a prompt (or a move or copy that requests' ends bring) disturbed are not timed; those that absorbed held
+    tokens are: the drafter's catching up is part of the price of probes and of drafts after a skip, and it is in no
+    table.
+
+    What is predicted of a cycle: in ``report.predicted_ms`` (the table that decided it, and the draft) a token for
+    every request, and for every admitted draft its calibrated survival as the cycle's own block was scored. The
+    scheduler chose the number of drafts by what it expected from older scores, which its decision does not carry.
+
     Args:
-        table: step times of the engine's own programs; None: rates are not predicted.
+        table: step times that the engine decides by; None: it does not, and nothing is predicted.
     """
 
     def __init__(self, table: StepTimeTable | None = None) -> None:
@@ -54,9 +62,10 @@ class Meter:
             cycles_with_drafts=report.survival is not None or report.offered.any(),
             probes=report.probe,
         )
-        if report.measured_ms is None:
+        if report.decoding_ms is None:
             return  # a prompt ran in between: what the cycle itself took is not known
-        self._add(alone_cycles=1, alone_ms=report.measured_ms, alone_committed=committed)
+        self._add(alone_cycles=1, alone_ms=report.decoding_ms, alone_committed=committed)
+        self._add(absorbing_cycles=report.measured_ms is None)
         if report.predicted_ms is not None and self.table is not None:
             expected = float(rows)
             if report.survival is not None:
@@ -147,15 +156,19 @@ def run_cell(
     }
 
 
-def prompt_ms(engine: Engine, requests: Sequence[Request], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Milliseconds that a prompt takes on an idle engine, mean over ``requests`` of one new token each."""
-    engine.submit(requests[0])
-    engine.run()  # not counted
-    begin = clock()
-    for request in requests:
-        engine.submit(request)
-        engine.run()
-    return 1e3 * (clock() - begin) / len(requests)
+def prompt_ms(
+    engines: Mapping[str, Engine], requests: Sequence[Request], clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Milliseconds that a prompt takes on each engine, all of them idle: the mean over ``requests`` of one new token
+    each, one after the other and every one by all engines in turn. The first request is run and not counted."""
+    seconds = dict.fromkeys(engines, 0.0)
+    for number, request in enumerate(requests):
+        for name, engine in engines.items():
+            begin = clock()
+            engine.submit(request)
+            engine.run()
+            seconds[name] += clock() - begin if number else 0.0
+    return {name: 1e3 * total / (len(requests) - 1) for name, total in seconds.items()}
 
 
 def schedule(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,15 @@ from dspark_jax.drafter_io import drafter_config_from_hf
 from dspark_jax.drafters import Drafter
 from dspark_jax.engine.buckets import Key
 from dspark_jax.schedule import StepTimeTable
+from dspark_jax.schedule.step_time import isotonic
 from dspark_jax.targets import Target
 
 from .arms import Arm
+
+Steps = dict[tuple[str, int, int], float]
+"""Milliseconds of an engine's programs by kind (plain, verify, draft), slots and tokens, at the one context."""
+
+LEAST_PASSES = 3
 
 WHOLE = 1 << 20
 """Cells beyond any window: one context only, the whole window, so that all arms read equally many cells."""
@@ -45,32 +53,48 @@ def tiny_models() -> tuple[Any, Any]:
     )
 
 
+def content_hash(*trees: Any) -> str:
+    """Of the values of all arrays, and where they stand: other weights are another model, of whatever shape."""
+    digest = hashlib.sha256()
+    for tree in trees:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            values = np.ascontiguousarray(leaf)
+            digest.update(f"{jax.tree_util.keystr(path)} {values.dtype} {values.shape}\n".encode())
+            digest.update(values.reshape(-1).view(np.uint8))
+    return digest.hexdigest()[:16]
+
+
 def build(
     arm: Arm,
     target: Any,
     drafter: Any,
-    tables: Path,
+    kept: Path,
     *,
+    fresh: bool,
     concurrency: Sequence[int],
     max_model_len: int,
     max_programs: int,
     profile_seconds: float,
     say: Callable[[str], None],
-) -> tuple[Engine, StepTimeTable]:
-    """An engine whose programs are compiled, and the step times of its own programs.
+) -> tuple[Engine, StepTimeTable | None]:
+    """An engine whose programs are compiled, and the step times that it decides by, None where it does not.
 
     Its slot buckets are the numbers of users, so that a cell runs the programs made for it.
 
     Args:
-        tables: directory of measured step times, a file an arm: what is there is used as it is, so that a run that
-            goes on decides as it did before.
+        kept: file of the step times that the run decides by.
+        fresh: measure them and write the file, whole; else they are read, so that a run that goes on decides as it did
+            before.
 
     Raises:
-        ValueError: a file there is of another machine or model.
+        ValueError: the file is of another machine or model, or is missing.
     """
     variable = not arm.fixed
-    kept = tables / f"{arm.name.replace(' ', '_')}.json"
     timed = arm.mode == "lagged"
+    if timed and not fresh and not kept.is_file():
+        raise ValueError(
+            f"{kept} is missing, by which the run has decided so far: bring it back or choose another --out"
+        )
     config = EngineConfig(
         max_num_seqs=max(concurrency),
         max_model_len=max_model_len,
@@ -83,7 +107,7 @@ def build(
         max_programs=max_programs if variable else 1,
         profile_seconds=profile_seconds,
         profile_dir="",
-        step_time=str(kept) if timed and kept.is_file() else None,
+        step_time=str(kept) if timed and not fresh else None,
         seed=0,
     )
     engine = Engine(target, None if arm.mode == "none" else drafter, config)
@@ -93,37 +117,74 @@ def build(
     def told(line: str) -> None:
         say(f"{arm.name}: {line}")
 
-    if timed and not kept.is_file():
-        table = engine.measure_step_times(told)
-    else:
+    if not timed:
         engine.warmup(told)
-        table = StepTimeTable.load(kept) if kept.is_file() else measure(engine)
-    tables.mkdir(parents=True, exist_ok=True)
-    table.save(kept)
+        return engine, None
+    if not fresh:
+        engine.warmup(told)
+        return engine, StepTimeTable.load(kept)
+    table = engine.measure_step_times(told)
+    save_whole(table, kept)
     return engine, table
 
 
-def measure(engine: Engine, rounds: int = 5) -> StepTimeTable:
-    """Step times of an idle engine that does not need any itself, for the simulator: medians over rounds, each of which
-    runs every program once."""
-    buckets, programs = engine.buckets, engine._programs
-    keys = [key for key in buckets.keys(engine.window - 1) if key.kind in ("plain", "verify", "draft")]
-    found: dict[Key, list[float]] = {key: [] for key in keys}
-    for _ in range(rounds + 1):
-        for key in keys:
-            engine._state, seconds = programs.rehearse(key, engine._state)
-            found[key].append(seconds)
-    engine._state = programs.rest(engine._state)
-    ms = {key: 1e3 * float(np.median(times[1:])) for key, times in found.items()}
+def save_whole(table: StepTimeTable, path: Path) -> None:
+    """Replaces a file; a kill leaves the old table or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    table.save(scratch)
+    scratch.replace(path)
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    users: Collection[int],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Steps]:
+    """Step times of idle engines' own programs: medians over passes, each of which runs every program of every engine
+    once, so that a drift of the machine reaches all alike. No engine decides by them.
+
+    Args:
+        users: slot buckets whose programs are measured.
+        seconds: no pass is begun after them, but that there are ``LEAST_PASSES``.
+    """
+    keys = {
+        name: [
+            key
+            for key in engine.buckets.keys(engine.window - 1)
+            if key.kind in ("plain", "verify", "draft") and key.slots in users
+        ]
+        for name, engine in engines.items()
+    }
+    found: dict[str, dict[Key, list[float]]] = {name: {key: [] for key in own} for name, own in keys.items()}
+    begin, passes = clock(), 0
+    while passes < LEAST_PASSES or clock() - begin < seconds:
+        for name, engine in engines.items():
+            for key in keys[name]:
+                engine._state, took = engine._programs.rehearse(key, engine._state)
+                found[name][key].append(took)
+        passes += 1
+    for engine in engines.values():
+        engine._state = engine._programs.rest(engine._state)
+    return {
+        name: {(key.kind, key.slots, key.tokens): 1e3 * float(np.median(times)) for key, times in own.items()}
+        for name, own in found.items()
+    }
+
+
+def over_rounds(rounds: Sequence[Steps]) -> Steps:
+    """Medians of what rounds have measured."""
+    return {place: float(np.median([steps[place] for steps in rounds if place in steps])) for place in rounds[0]}
+
+
+def table_of(steps: Steps, context: int) -> StepTimeTable:
+    """Step times as the simulator takes them: a row for each slot bucket, monotone in tokens. Where both a plain step
+    and one that verifies have so many tokens, the plain one runs."""
     rows = []
-    for slots in buckets.slots:
-        for context in buckets.contexts_of(slots):
-            own = sorted((k for k in keys if (k.slots, k.context) == (slots, context) and k.kind != "draft"), key=_size)
-            draft = ms.get(Key("draft", slots, 0, buckets.draft_context(context)))
-            times = [ms[key] for key in own]
-            rows.append(StepTimeTable([k.tokens for k in own], times, context, slots, draft_ms=draft))
+    for slots in sorted({slots for kind, slots, _ in steps if kind != "draft"}):
+        own = sorted((tokens, kind == "plain", ms) for (kind, s, tokens), ms in steps.items() if s == slots and tokens)
+        by_tokens = {tokens: ms for tokens, _, ms in own}
+        times = isotonic(np.array(list(by_tokens.values())))
+        rows.append(StepTimeTable(list(by_tokens), times, context, slots, draft_ms=steps.get(("draft", slots, 0))))
     return StepTimeTable.combine(rows)
-
-
-def _size(key: Key) -> int:
-    return key.tokens

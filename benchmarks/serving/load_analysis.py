@@ -36,6 +36,7 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
         "cycle_ms": ratio("alone_ms", "alone_cycles", 2),
         "decode_tokens_per_s": None if rate is None else round(1e3 * rate, 2),
         "finished": int(total["finished"]),
+        "late_compiles": int(total.get("late_compiles", 0)),
         "load_average": max(max(cell["load_average"]) for cell in cells),
     }
 
@@ -43,6 +44,7 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
 _SUMMED = {
     "tokens", "seconds", "finished", "cycles", "request_cycles", "committed", "offered", "accepted", "alone_cycles",
     "alone_ms", "alone_committed", "predicted_ms", "predicted_tokens", "predicted_plain_tokens",
+    "late_compiles",
 }  # fmt: skip
 
 
@@ -74,35 +76,56 @@ def paired_ratio(ours: Sequence[Cell], theirs: Sequence[Cell], seed: int = 0) ->
     part = rng.integers(parts, size=(RESAMPLES, rounds, parts))
     below = np.maximum(b[which, part].sum((1, 2)), 1e-9)  # very short cells have parts without a token
     low, high = np.percentile(a[which, part].sum((1, 2)) / below, [2.5, 97.5])
-    return float(a.sum() / b.sum()), float(low), float(high)
+    return float(a.sum() / max(b.sum(), 1e-9)), float(low), float(high)
 
 
 def predicted_speedup(adaptive: Sequence[Cell]) -> float | None:
-    """Tokens that the scheduler expected of its cycles (survivals of what it admitted, at the table's times), over
-    those that plain decoding makes in the same time by the same table."""
-    plain = sum(cell.get("predicted_plain_tokens", 0.0) for cell in adaptive)
-    return sum(cell["predicted_tokens"] for cell in adaptive) / plain if plain else None
+    """Tokens expected of the adaptive arm's cycles at the times of the table that decided them, over those that plain
+    decoding makes in the same time by the same table. Tokens are expected by the calibrated survivals of the admitted
+    drafts of the cycle's own block, not by the older scores that the number of drafts was chosen by (``Meter``). None
+    where nothing was predicted."""
+    return _over(_sum(adaptive, "predicted_tokens"), _sum(adaptive, "predicted_plain_tokens"))
 
 
-def measured_speedup(adaptive: Sequence[Cell], none: Sequence[Cell]) -> float:
-    """Of decoding: both arms' committed tokens over milliseconds, in cycles that no prompt disturbed."""
+def measured_speedup(adaptive: Sequence[Cell], none: Sequence[Cell]) -> float | None:
+    """Of decoding: both arms' committed tokens over milliseconds, in cycles that no prompt disturbed; what the drafter
+    catches up with in them is counted. None where an arm has no such cycle."""
 
-    def rate(cells: Sequence[Cell]) -> float:
-        return sum(c["alone_committed"] for c in cells) / sum(c["alone_ms"] for c in cells)
+    def rate(cells: Sequence[Cell]) -> float | None:
+        return _over(_sum(cells, "alone_committed"), _sum(cells, "alone_ms"))
 
-    return rate(adaptive) / rate(none)
+    return _over(rate(adaptive), rate(none))
 
 
-def with_prompts(speedup: float, none: Sequence[Cell]) -> float:
+def with_prompts(speedup: float | None, none: Sequence[Cell]) -> float | None:
     """What a speed-up of decoding makes of the whole, prompts included: their share of the plain arm's time stays."""
     share = decoding_share(none)
-    return 1.0 / ((1.0 - share) + share / speedup)
+    return None if share is None or not speedup else 1.0 / ((1.0 - share) + share / speedup)
 
 
-def decoding_share(none: Sequence[Cell]) -> float:
-    """Share of the plain arm's time that its cycles took."""
-    cycles_ms = sum(c["cycles"] * c["alone_ms"] / c["alone_cycles"] for c in none)
-    return min(cycles_ms / 1e3 / sum(c["seconds"] for c in none), 1.0)
+def decoding_share(none: Sequence[Cell]) -> float | None:
+    """Share of the plain arm's time that its cycles took; None where none of them was undisturbed."""
+    cycle_ms = _over(_sum(none, "alone_ms"), _sum(none, "alone_cycles"))
+    return None if cycle_ms is None else min(_sum(none, "cycles") * cycle_ms / 1e3 / _sum(none, "seconds"), 1.0)
+
+
+def _sum(cells: Sequence[Cell], name: str) -> float:
+    """Very short cells lack what they have no cycle for."""
+    return float(sum(cell.get(name, 0.0) for cell in cells))
+
+
+def _over(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _near(predicted: float | None, measured: float | None) -> bool:
+    """Within the bar; not where one is unknown."""
+    error = _over(predicted, measured)
+    return error is not None and abs(error - 1.0) <= PREDICTION_ERROR
 
 
 def compare(cells: Sequence[Cell], concurrency: int, choose: Sequence[int], judge: Sequence[int]) -> dict[str, Any]:
@@ -117,30 +140,27 @@ def compare(cells: Sequence[Cell], concurrency: int, choose: Sequence[int], judg
     rounds = judge or choose
     ratio, low, high = paired_ratio(of("adaptive", rounds), of(best, rounds))
     every = sorted({c["round"] for c in own})
-    predicted, measured = (
-        predicted_speedup(of("adaptive", every)),
-        measured_speedup(of("adaptive", every), of("none", every)),
-    )
+    adaptive, none = of("adaptive", every), of("none", every)
+    predicted, measured = predicted_speedup(adaptive), measured_speedup(adaptive, none)
+    whole, measured_whole = with_prompts(predicted, none), _over(speed_of(adaptive), speed_of(none))
     found: dict[str, Any] = {
         "concurrency": concurrency,
         "best_fixed": best,
         "ratio": round(ratio, 4),
         "interval": [round(low, 4), round(high, 4)],
-        "measured_speedup": round(measured, 4),
-        "measured_speedup_with_prompts": round(speed_of(of("adaptive", every)) / speed_of(of("none", every)), 4),
-        "decoding_share": round(decoding_share(of("none", every)), 3),
+        "predicted_speedup": _rounded(predicted),
+        "measured_speedup": _rounded(measured),
+        "predicted_speedup_with_prompts": _rounded(whole),
+        "measured_speedup_with_prompts": _rounded(measured_whole),
+        "decoding_share": _rounded(decoding_share(none), 3),
+        "predicted_over_measured_ms": _rounded(_over(_sum(adaptive, "predicted_ms"), _sum(adaptive, "alone_ms"))),
+        "absorbing_share": _rounded(_over(_sum(adaptive, "absorbing_cycles"), _sum(adaptive, "alone_cycles"))),
     }
-    if predicted is not None:
-        found["predicted_speedup"] = round(predicted, 4)
-        found["predicted_speedup_with_prompts"] = round(with_prompts(predicted, of("none", every)), 4)
-        adaptive = of("adaptive", every)
-        found["predicted_over_measured_ms"] = round(
-            sum(c["predicted_ms"] for c in adaptive) / sum(c["alone_ms"] for c in adaptive), 4
-        )
     if judge:
         found["ratio_ok"] = ratio >= LEAST_RATIO
         found["interval_reaches_1"] = high >= 1.0
-        found["prediction_ok"] = predicted is not None and abs(predicted / measured - 1.0) <= PREDICTION_ERROR
+        found["prediction_ok"] = _near(predicted, measured)
+        found["prediction_with_prompts_ok"] = _near(whole, measured_whole)
     return found
 
 

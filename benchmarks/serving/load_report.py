@@ -37,14 +37,20 @@ def _shown(value: Any) -> str:
 def _verdict(comparison: Mapping[str, Any]) -> str:
     if "ratio_ok" not in comparison:
         return "shown, no bar"
-    names = {"ratio_ok": "ratio", "interval_reaches_1": "interval", "prediction_ok": "prediction"}
+    names = {
+        "ratio_ok": "ratio",
+        "interval_reaches_1": "interval",
+        "prediction_ok": "prediction",
+        "prediction_with_prompts_ok": "prediction with prompts",
+    }
     missed = [text for name, text in names.items() if not comparison[name]]
     return "all met" if not missed else "missed: " + ", ".join(missed)
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The whole report."""
-    settings = result["settings"]
+    settings, spread = result["settings"], result.get("step_times_spread")
+    late = sum(row["late_compiles"] for row in result["arms"])
     lines = [
         "# Serving under load",
         "",
@@ -57,17 +63,29 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"`{result['command']}`",
         "",
         "The best fixed arm (none is one) is chosen by the first half of the rounds and compared in the second half. "
-        "Predicted: by the confidences of what the scheduler admitted and its step times, against plain decoding by "
-        "the same times; measured: decoding cycles that no prompt disturbed.",
+        "Predicted: the tokens that calibrated confidences of the admitted drafts promise (those of the cycle's own "
+        "block; how many are admitted is chosen by older ones) in the scheduler's step times, against plain decoding by the "
+        "same times. Measured: all decoding cycles that no prompt disturbed, the drafter's catching up after cycles "
+        "without drafts included. With prompts: all of the time; predicted with the prompts' share of the plain arm's.",
+        "",
+        f"Programs compiled within cells: {late}"
+        + (" (their time is in the cells: nothing here is to be trusted)." if late else "."),
         "",
     ]
+    if spread is not None:
+        lines += [
+            "Step times, measured at the begin of each round: the slowest round of a program is above its fastest one "
+            f"by {spread[0]:.1%} (median), {spread[1]:.1%} (most).",
+            "",
+        ]
     bars = [
         {
             "concurrency": c["concurrency"],
             "best": c["best_fixed"],
             "ratio": f"{c['ratio']:.3f} [{c['interval'][0]:.3f}, {c['interval'][1]:.3f}]",
-            "predicted": c.get("predicted_speedup"),
+            "predicted": c["predicted_speedup"],
             "measured": c["measured_speedup"],
+            "predicted_whole": c["predicted_speedup_with_prompts"],
             "whole": c["measured_speedup_with_prompts"],
             "verdict": _verdict(c),
         }
@@ -81,8 +99,9 @@ def markdown(result: Mapping[str, Any]) -> str:
             "ratio": "adaptive / best, 95 % interval",
             "predicted": "predicted speed-up over none",
             "measured": "measured",
-            "whole": "measured, prompts included",
-            "verdict": "bars (0.95; reaches 1; 10 %)",
+            "predicted_whole": "predicted, with prompts",
+            "whole": "measured, with prompts",
+            "verdict": "bars (0.95; reaches 1; 10 %, both)",
         },
     )
     for users in dict.fromkeys(row["concurrency"] for row in result["arms"]):

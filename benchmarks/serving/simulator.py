@@ -81,7 +81,8 @@ class Clock:
 class Server:
     """Attributes:
     slots: requests decoded at once. prompt_ms: of a prompt on this device; 0: prompts run elsewhere.
-    prompts_a_step: at most so many begin between two cycles (the engine: 1); None: as many as there is room for.
+    prompts_a_step: at most so many begin between two cycles; None: as many as there is room for. The engine runs at
+        least one, and as many as fit into what decoding leaves of a step's tokens.
     host_ms: of a cycle, where nothing hides it.
     """
 

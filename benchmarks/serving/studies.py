@@ -143,7 +143,8 @@ def validate(
     """Simulated against measured tokens per second on this machine.
 
     Args:
-        tables: step times of each arm's own programs. prompt_ms: of each arm.
+        tables: step times of each arm's own programs; the adaptive arm's are also those it decides by here, while the
+            engine decided by those it had at its start. prompt_ms: of each arm.
         measured: tokens per second by arm and number of users.
     """
     rows = []
@@ -151,6 +152,7 @@ def validate(
         arm = next(arm for arm in arms if arm.name == name)
         # An adaptive engine's table begins with the step without drafts, whose program holds the whole slot bucket.
         clock = Clock(tables[name], context, measured=arm.mode == "lagged")
+        # The engine may run several short prompts in a step; in a closed loop few end in the same one.
         server = Server(slots=users, prompt_ms=prompt_ms[name], prompts_a_step=1)
         simulation = Simulation(arm, traces, clock, Closed(users), server, ages=users)
         simulation.run(seconds=seconds / 10)

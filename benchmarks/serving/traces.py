@@ -9,6 +9,8 @@ real one does: n drafts admitted at a row move it on by min(accepted, n) + 1 row
 from __future__ import annotations
 
 import dataclasses
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,16 +98,20 @@ class Traces:
         return [round(float(n / max(d, 1)), 4) for d, n in zip(reached, reached[1:], strict=False)]
 
     def save(self, path: str | Path) -> None:
-        """A compressed .npz; survivals lose digits (float16)."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(
-            path,
-            survival=self.survival.astype(np.float16),
-            accepted=self.accepted.astype(np.int8),
-            starts=self.starts.astype(np.int32),
-            kinds=np.array(self.kinds),
-            temperature=self.temperature.astype(np.float32),
-        )
+        """A compressed .npz, which is there whole or not at all; survivals lose digits (float16)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(path.name + ".tmp")
+        with open(scratch, "wb") as file:
+            np.savez_compressed(
+                file,
+                survival=self.survival.astype(np.float16),
+                accepted=self.accepted.astype(np.int8),
+                starts=self.starts.astype(np.int32),
+                kinds=np.array(self.kinds),
+                temperature=self.temperature.astype(np.float32),
+            )
+        scratch.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Traces:
@@ -119,8 +125,8 @@ class Traces:
                     tuple(map(str, file["kinds"])),
                     file["temperature"].astype(np.float64),
                 )
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}: no acceptance traces: {error}") from error
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path}: no acceptance traces, or cut off: {error}; record them anew") from error
 
 
 def from_texts(

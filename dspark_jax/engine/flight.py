@@ -69,6 +69,7 @@ class Flight:
     tokens: Array | None = None  # [S, G] its drafts
     began: float = 0.0  # seconds, at the first dispatch of the cycle
     alone: bool = True  # nothing but the cycle's own programs ran since the cycle before
+    decodes: bool = True  # nothing but these and the absorption of held tokens did
 
     def arrays(self) -> list[Any]:
         """What the host will read."""

@@ -278,12 +278,13 @@ class Engine(Tenancy):
         self._counters.add("scheduled", total)
         self._counters.add("probes", plan.decision.probe)
         self._counters.add("fallback_cycles", plan.decision.fallback)
-        flight = Flight(plan.rows, packed, plan, key, total, began=self._began, alone=self._alone)
+        flight = Flight(plan.rows, packed, plan, key, total, began=self._began)
+        flight = dataclasses.replace(flight, alone=self._alone and not self._absorbed, decodes=self._alone)
         if draft is not None and self._policy.variable:
             flight = dataclasses.replace(flight, survival=draft.survival, tokens=draft.proposal.tokens)
         self._dispatched(flight)
         self._cycle += 1
-        self._alone = True
+        self._alone, self._absorbed = True, False
 
     def _settle(self, keep: int) -> None:
         """Reads what has been dispatched, but for the last ``keep`` cycles: emits, ends requests, frees slots."""
@@ -315,7 +316,7 @@ class Engine(Tenancy):
             return
         self._state = self._programs.absorb(self._state, held)
         self._counters.add("absorbed_later", sum(held.values()))
-        self._alone = False
+        self._absorbed = True
         for tenant in tenants:
             tenant.held = 0
 

@@ -28,7 +28,8 @@ class CycleReport:
         drafts: ``[N, G]`` their tokens, None where survival is.
         scheduled: drafts admitted over all requests. probe, fallback: see ``policy.Decision``.
         predicted_ms: by the step-time table, None without one.
-        measured_ms: None where other programs (prompts, moves) ran in between.
+        measured_ms: None where other programs (prompts, moves, copies, the absorption of held tokens) ran in between.
+        decoding_ms: the same, of cycles that absorbed held tokens too, which is part of what decoding takes.
     """
 
     cycle: int
@@ -48,6 +49,7 @@ class CycleReport:
     predicted_ms: float | None
     measured_ms: float | None
     drafts: np.ndarray | None = None
+    decoding_ms: float | None = None
 
 
 Watcher = Callable[[CycleReport], None]
@@ -64,7 +66,8 @@ class Reports:
     def settled(self, flight: Flight, out: Emitted) -> list[Score]:
         """Books a cycle that has just been read. Returns what it says to the policy, of requests still at work."""
         now = time.perf_counter()
-        measured_ms = 1e3 * (now - max(flight.began, self._settled)) if flight.alone else None
+        decoding_ms = 1e3 * (now - max(flight.began, self._settled)) if flight.decodes else None
+        measured_ms = decoding_ms if flight.alone else None
         self._settled = now
         plan, key = flight.plan, flight.key
         if plan is None or key is None:
@@ -97,6 +100,7 @@ class Reports:
                 predicted_ms=predicted_ms,
                 measured_ms=measured_ms,
                 drafts=None if flight.tokens is None else np.asarray(flight.tokens)[rows],
+                decoding_ms=decoding_ms,
             )
             for watcher in self.watchers:
                 watcher(report)

@@ -44,6 +44,7 @@ class Tenancy(Ground):
         self._prefixes = PrefixCache(self.buckets.stored_blocks)
         self._saving: deque[tuple[Saving, Array]] = deque()  # dispatched copies whose soundness is not yet read
         self._alone = False  # only cycles ran since the last one
+        self._absorbed = False  # held tokens were absorbed for the cycle that is being dispatched
         self._pieces: list[tuple[int, int]] = []  # of prompts in this step: tokens with padding, cells of the cache
         self._last_drafts = 0  # that the last cycle was planned with
 
