@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from serving import load_analysis as analysis
 from serving.cells import BLOCKS, Meter, run_cell, schedule
+from serving.engines import over_rounds, table_of
 from serving.load_report import markdown
 from serving.studies import bars, rises
 from serving.workload import Workload
@@ -94,21 +95,25 @@ def report(**changes: object) -> CycleReport:
         "committed": np.array([2, 1]), "offered": np.array([1, 1]), "accepted": np.array([1, 0]),
         "drafted": np.array([3, 3]), "survival": np.array([[0.5, 0.4, 0.1], [0.3, 0.2, 0.1]]), "scheduled": 2,
         "probe": False, "fallback": False, "predicted_ms": 12.0, "measured_ms": 13.0,
+        "decoding_ms": 13.0,
     }  # fmt: skip
     return CycleReport(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_the_meter_predicts_by_survivals_of_admitted_drafts_and_the_table() -> None:
     """Two anchors and admitted survivals 0.5 and 0.3: 2.8 tokens expected in 12 ms. Plain decoding makes 2 in the 8 ms
-    of the table's first entry, 3 in these 12: a predicted speed-up of 0.933. Cycles beside a prompt are not timed."""
+    of the table's first entry, 3 in these 12: a predicted speed-up of 0.933. Cycles beside a prompt are not timed, those
+    that absorb are."""
     meter = Meter(StepTimeTable([2, 4], [8.0, 11.0], slots=2))
     meter(report())  # not on yet
     meter.start()
     meter(report())
-    meter(report(measured_ms=None))
+    meter(report(measured_ms=None, decoding_ms=None))  # beside a prompt
+    meter(report(measured_ms=None, decoding_ms=20.0))  # absorbs
     sums = meter.stop()
-    assert sums["cycles"] == 2 and sums["alone_cycles"] == 1
-    assert sums["predicted_tokens"] == pytest.approx(2.8) and sums["predicted_plain_tokens"] == pytest.approx(3.0)
+    assert sums["cycles"] == 3 and sums["alone_cycles"] == 2 and sums["absorbing_cycles"] == 1
+    assert sums["alone_ms"] == pytest.approx(33.0) and sums["alone_committed"] == 6
+    assert sums["predicted_tokens"] == pytest.approx(5.6) and sums["predicted_plain_tokens"] == pytest.approx(6.0)
     assert analysis.predicted_speedup([sums]) == pytest.approx(2.8 / 3)
 
 
@@ -154,10 +159,40 @@ def test_prompts_take_the_same_time_however_fast_decoding_is() -> None:
     assert analysis.with_prompts(2.0, half) == pytest.approx(4 / 3)
 
 
+SETTINGS = {"target": "t", "drafter": "d", "seconds": 9.0, "rounds": 4, "temperature": 0.0, "max_new_tokens": 10}
+HEAD = {"settings": SETTINGS, "processor": "p", "cores": 2, "jax": "0", "commit": "c", "command": "python x"}
+
+
+def test_a_report_is_made_of_cells_without_a_cycle_that_counts() -> None:
+    """Cells too short for a cycle that no prompt disturbed have no such sums: what is not known is shown as -."""
+    names = [name for name in cell("none", 0, 10) if name.startswith(("alone_", "predicted_"))]
+    bare = [{k: v for k, v in c.items() if k not in names} for c in cells()]
+    found = analysis.analyse(bare, [4], [])
+    (comparison,) = found["comparisons"]
+    assert comparison["measured_speedup"] is None and not comparison["prediction_ok"]
+    assert "| - | - | - | 0.99 | missed: prediction, prediction with prompts |" in markdown({**HEAD, **found})
+
+
+def test_both_speed_ups_are_judged_and_programs_compiled_within_cells_are_said() -> None:
+    """Decoding all of the time, 1.0 is predicted where 1.2 is measured."""
+    slow = [cell("none", n, 10, cycles=9, alone_cycles=9, alone_ms=9000.0, alone_committed=90) for n in range(4)]
+    fast = {"predicted_tokens": 80.0, "alone_ms": 9000.0, "alone_committed": 108, "late_compiles": 2}
+    text = markdown({**HEAD, **analysis.analyse([*slow, *(cell("adaptive", n, 12, **fast) for n in range(4))], [4], [])})
+    assert "missed: prediction, prediction with prompts" in text and "| 1 | 1.2 | 1 | 1.2 |" in text
+    assert "Programs compiled within cells: 8 (" in text
+
+
+def test_step_times_are_medians_over_rounds_and_a_plain_step_comes_before_one_that_verifies() -> None:
+    """Three rounds, of which one was disturbed. A dip (9 behind 10) is noise: both are 9.5."""
+    first = {("plain", 2, 2): 4.0, ("verify", 2, 2): 5.0, ("verify", 2, 4): 10.0, ("verify", 2, 6): 9.0}
+    first |= {("draft", 2, 0): 1.0}
+    rounds = [first, {place: 9 * ms for place, ms in first.items()}, first]
+    row = table_of(over_rounds(rounds), 64).at(64, 2)
+    assert row.tokens.tolist() == [2, 4, 6] and row.milliseconds.tolist() == [4.0, 9.5, 9.5] and row.draft_ms == 1.0
+
+
 def test_the_report_names_bars_that_were_missed() -> None:
-    settings = {"target": "t", "drafter": "d", "seconds": 9.0, "rounds": 4, "temperature": 0.0, "max_new_tokens": 10}
-    head = {"settings": settings, "processor": "p", "cores": 2, "jax": "0", "commit": "c", "command": "python x"}
-    text = markdown({**head, **analysis.analyse(cells(), [4], [])})
+    text = markdown({**HEAD, **analysis.analyse(cells(), [4], [])})
     assert "missed: prediction" in text and "| fixed 1 | 1.200 [1.200, 1.200] |" in text
 
 

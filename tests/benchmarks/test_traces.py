@@ -47,6 +47,12 @@ def test_files_keep_traces_and_other_files_are_refused_by_name(tmp_path: Path) -
     np.savez(tmp_path / "other.npz", x=np.zeros(2))
     with pytest.raises(ValueError, match="other.npz"):
         Traces.load(tmp_path / "other.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.npz", "t.npz"]  # written whole, by a rename
+    whole = (tmp_path / "t.npz").read_bytes()
+    for length in (0, 3, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.npz").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cut.npz: no acceptance traces, or cut off"):
+            Traces.load(tmp_path / "cut.npz")
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,16 @@ def test_a_cycle_without_drafts_runs_the_plain_program(lagged_engine: Engine, mo
     engine._times = StepTimes(step_times(slope=50.0), measured=False)
     requests = random_requests(4, seed=3, verification="coupled", max_new_tokens=16)
     before = engine.counters()
+    reports: list[Any] = []
+    engine.watch(reports.append)
     got = run_all(engine, requests)
+    engine._reports.watchers.clear()
     assert [g[0] for g in got] == [e[0] for e in expected(models, requests)]
+    # A probe catches up first: its milliseconds are told, though no table has them.
+    absorbing = [r for r in reports if r.measured_ms is None and r.decoding_ms is not None]
+    assert absorbing and all(r.probe for r in absorbing)
+    assert all(r.measured_ms in (None, r.decoding_ms) for r in reports)
+    assert any(r.decoding_ms is None for r in reports)  # beside prompts
     change = difference(before, engine.counters())
     assert change["skipped_drafts"] > 40 and change["probes"] > 0
     assert 0 < change["drafted"] <= 2 * 4 * BLOCK
