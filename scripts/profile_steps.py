@@ -45,6 +45,7 @@ class ProfileConfig:
     max_num_seqs: int = 8
     max_model_len: int = 2048
     num_speculative_tokens: int | None = None
+    profile_temperature: float = 1.0
     seconds: float = 60.0
     out: str = ""
     roofline: str = ""

@@ -35,7 +35,7 @@ class Lagged(Policy):
         self._estimates = (Confidences if has_confidence else Acceptances)(drafts)
         # A confidence head scores a whole block of which one draft is verified; without one only what is verified is
         # learned from.
-        self._look = 1 if has_confidence else drafts
+        self.look = 1 if has_confidence else drafts
         self._probe = Probe()
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
@@ -65,7 +65,7 @@ class Lagged(Policy):
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
         table, draft_ms = costs([True] * len(tenants))
         # What the largest program can verify: at least one draft of each, more of each where there is room.
-        look = max(min(self._look, table.last // len(tenants) - 1), 1)
+        look = max(min(self.look, table.last // len(tenants) - 1), 1)
         least = np.full(len(tenants), look, np.int32)
         total = min(look * len(tenants), table.last - len(tenants))
         return Decision(total, least, probe=True, table=table, draft_ms=draft_ms)
@@ -103,7 +103,7 @@ class Lagged(Policy):
         least = np.zeros(len(tenants), np.int32)
         for i, tenant in enumerate(tenants):
             if tenant.left is not None:
-                least[i] = self._look if tenant.left.due() else OUTSIDE
+                least[i] = self.look if tenant.left.due() else OUTSIDE
         if (least == OUTSIDE).all():  # those whom the search counted have just left
             return Decision(0, least)
         table, draft_ms = costs((least != OUTSIDE).tolist())

@@ -146,6 +146,7 @@ def plan_buckets(
     absorb_rows: int = 1,
     spend: bool = True,
     stored_blocks: int = 0,
+    look: int = 1,
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -159,6 +160,7 @@ def plan_buckets(
         absorb_rows: slots that catch up with skipped drafts in one program.
         spend: what is left of the budget goes into more verify sizes, evenly spread.
         stored_blocks: rows of the store of prefixes.
+        look: drafts of every request that a probe verifies; some verify size of every slot bucket has room for them.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -170,7 +172,9 @@ def plan_buckets(
     draft_contexts: tuple[int, ...] = ()
 
     def build(slots: tuple[int, ...], contexts: tuple[int, ...], wanted: int) -> Buckets:
-        tokens = {s: _tokens(config, s, previous, drafts, variable, skips, wanted) for previous, s in _pairs(slots)}
+        tokens = {
+            s: _tokens(config, s, previous, drafts, variable, skips, wanted, look) for previous, s in _pairs(slots)
+        }
         return Buckets(
             slots, contexts, single, prefill, tokens, drafts, skips, absorb_rows, draft_contexts, stored_blocks
         )
@@ -248,10 +252,18 @@ def _thinned(slots: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _tokens(
-    config: EngineConfig, slots: int, previous: int, drafts: int, variable: bool, skips: bool, wanted: int
+    config: EngineConfig,
+    slots: int,
+    previous: int,
+    drafts: int,
+    variable: bool,
+    skips: bool,
+    wanted: int,
+    look: int,
 ) -> tuple[int, ...]:
     """Verify sizes of a slot bucket that serves more than ``previous`` requests: ``wanted`` of them at most. With the
-    step without drafts beside them a single one is half a block, else the last one holds whole blocks."""
+    step without drafts beside them a single one is half a block, or what a probe needs, else the last one holds whole
+    blocks."""
     if drafts == 0:
         return ()
     whole = slots * (drafts + 1)
@@ -263,7 +275,7 @@ def _tokens(
         low = slots + 1 if skips else slots
         # Spread evenly on a logarithmic scale: the price of a step grows with the ratio.
         if skips and wanted == 1:
-            return (round((low * whole) ** 0.5),)
+            return (max(round((low * whole) ** 0.5), min(slots * (1 + look), whole)),)
         sizes = [round(low * (whole / low) ** (i / wanted)) for i in range(1, wanted + 1)]
         return tuple(sorted({*sizes, whole}))
     # At fixed length a forward holds whole blocks of previous + 1 .. slots requests.

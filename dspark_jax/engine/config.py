@@ -22,8 +22,8 @@ class EngineConfig:
     Attributes:
         max_num_seqs: S, requests decoded at once; further ones wait.
         max_model_len: tokens of a request, prompt included. A target with a smaller window sets the limit.
-        mode: one of ``MODES``. One that cannot run (no drafter, no confidence head) falls back to a simpler one,
-            and ``Engine.notes`` says so.
+        mode: one of ``MODES``. Without a drafter it is ``none``; adaptive modes learn acceptance by position where the
+            drafter has no confidence head. ``Engine.notes`` says so.
         num_speculative_tokens: drafts a block; None: the drafter's own block.
         verification: rule of requests that name none and bring no seed.
         confidence_threshold: of mode ``threshold``, compared with the raw sigmoid of the confidence logit.
@@ -33,6 +33,8 @@ class EngineConfig:
         profile_seconds: budget of that measurement.
         profile_dir: where measured tables are kept for the next start; None: the user's cache directory; "": they
             are not.
+        profile_temperature: of the requests that are measured. A batch whose requests are all greedy skips noise and
+            acceptance tests, over large vocabularies a good part of a draft: 0 where such batches are the rule.
         correct_step_times: adaptive modes decide by the table as the cycles measured since would have it. Without it
             a drift is only logged.
         min_gain: adaptive modes draft only where tokens per second are predicted to grow by more than this share.
@@ -71,6 +73,7 @@ class EngineConfig:
     step_time: Any = None
     profile_seconds: float = 15.0
     profile_dir: str | None = None
+    profile_temperature: float = 1.0
     correct_step_times: bool = False
     min_gain: float = 0.0
     speed_floor: float = 0.0
@@ -107,7 +110,7 @@ class EngineConfig:
         _require_choice("verification", self.verification, RULES)
         if not 0.0 <= float(self.confidence_threshold) <= 1.0:
             raise ValueError(f"confidence_threshold must lie in [0, 1], found {self.confidence_threshold}")
-        for name in ("profile_seconds", "min_gain", "speed_floor"):
+        for name in ("profile_seconds", "profile_temperature", "min_gain", "speed_floor"):
             if not 0.0 <= float(getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
         for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):

@@ -65,6 +65,7 @@ class Ground:
             spend=not self._refines,
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
             stored_blocks=_stored_blocks(config, self.window),
+            look=self._policy.look,
         )
         self.cache_tokens = self._cache_tokens()
         self.step_tokens = (
@@ -86,6 +87,7 @@ class Ground:
             rule=self._policy.rule,
             max_positions=target.max_positions,
             static=Static() if static is None else static,
+            temperature=config.profile_temperature,
         )
         self._state: Any = None
 
@@ -105,7 +107,8 @@ class Ground:
         if self._policy.timed and (anew or self._times is None):
             planned = self._planned.keys(self.window - 1)
             budget = self._budget if self._refines else 0
-            store = Store(self.config.profile_dir, self._origin, repr((self._policy.rule, planned, budget)))
+            served = self._policy.rule, planned, budget, self.config.profile_temperature
+            store = Store(self.config.profile_dir, self._origin, repr(served))
             self._compile(self._planned, progress)
             self._times = obtain(lambda: self._measure(progress), store, progress, anew)
             self._drift.begin()

@@ -90,6 +90,7 @@ class Policy:
     lagged = False  # decisions must see exactly what is two cycles old, also where nothing overlaps
     competes = False  # requests compete for drafts: equal seeds must be told apart
     timed = False  # decides by step times
+    look = 1  # drafts of a request that a probe verifies
 
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts

@@ -38,6 +38,7 @@ class Programs:
     Args:
         rule: how the draft program admits, see ``steps.draft``.
         max_positions: the target's context window, the only reason to shorten a block.
+        temperature: of the slots that ``rehearse`` pretends to serve.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Programs:
         rule: str,
         max_positions: int,
         static: Static,
+        temperature: float = 1.0,
     ) -> None:
         self._target, self._drafter, self.buckets = target, drafter, buckets
         self._slots, self.arrays = slots, SlotArrays(stop_ids)
         self._rule, self._max_positions, self._static = rule, max_positions, static
+        self._temperature = temperature
         self._place = Placement(target, drafter)
         self._table: dict[Key, Callable[..., Any]] = {}
         self._proposal: Proposal | None = None  # of all slots; the next draft overwrites its base logits
@@ -166,9 +169,9 @@ class Programs:
     # Measuring
 
     def rehearse(self, key: Key, state: DecodeState) -> tuple[DecodeState, float]:
-        """Runs a draft, verify or plain program in full use: every slot samples, the context is full, as many drafts
+        """Runs a draft, verify or plain program in full use: every slot decodes, the context is full, as many drafts
         are admitted as fit. Returns the state, and the seconds it took. ``rest`` makes the state idle again."""
-        busy = self.arrays.busy()
+        busy = self.arrays.busy(self._temperature)
         length = np.int32(max(key.context - self.buckets.width - 1, 0))
         small = self._place.put(self._everywhere(busy.replace(length=length, active=np.bool_(True))))
         state = small.with_caches(state)

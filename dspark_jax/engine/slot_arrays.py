@@ -50,9 +50,9 @@ class SlotArrays:
             return small
         return small.replace(anchor=np.int32(tenant.tokens[-1]), active=np.bool_(True), cycle=np.int32(tenant.cycle))
 
-    def busy(self) -> DecodeState:
-        """The small arrays of a slot that samples and has no end in sight."""
-        return self._small(1, False, 2**30, 1.0, 0, 1.0, 0.0, ())
+    def busy(self, temperature: float) -> DecodeState:
+        """The small arrays of a slot that decodes and has no end in sight."""
+        return self._small(1, False, 2**30, temperature, 0, 1.0, 0.0, ())
 
     def _small(
         self,

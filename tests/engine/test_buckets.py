@@ -10,11 +10,10 @@ from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
 
 
-def plan(*, drafts: int = 7, variable: bool = False, skips: bool = False, budget: int = 24, **config: Any) -> Buckets:
+def plan(*, drafts: int = 7, budget: int = 24, look: int = 1, **config: Any) -> Buckets:
+    mode = {name: config.pop(name, False) for name in ("variable", "skips")}
     settings = EngineConfig(**config)
-    return plan_buckets(
-        settings, window=settings.max_model_len, drafts=drafts, variable=variable, skips=skips, budget=budget
-    )
+    return plan_buckets(settings, window=settings.max_model_len, drafts=drafts, budget=budget, look=look, **mode)
 
 
 MODES = {
@@ -58,6 +57,14 @@ def test_an_adaptive_mode_has_sizes_to_choose_from() -> None:
     kinds = {"admit", "copy", "absorb", "prefill", "draft", "verify", "plain"}
     assert {key.kind for key in buckets.keys(2047)} == kinds and len(buckets.keys(2047)) == 24
     assert plan(**MODES["threshold"]).tokens[8][-1] == 64  # nothing else bounds its lengths
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 32])
+@pytest.mark.parametrize(("drafts", "look"), [(1, 1), (2, 1), (7, 1), (5, 5), (7, 3)])
+def test_a_probe_reaches_every_request(slots: int, drafts: int, look: int) -> None:
+    """Some verify size has room for that many drafts of everyone, or nobody would learn what the last ones do."""
+    for size, tokens in plan(max_num_seqs=slots, drafts=drafts, look=look, **MODES["lagged"]).tokens.items():
+        assert tokens[-1] >= size * (1 + look)
 
 
 @pytest.mark.parametrize("window", [2, 17, 64, 65, 100, 257, 1030])

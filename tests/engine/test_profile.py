@@ -194,6 +194,22 @@ def test_an_engine_measures_once_and_a_second_one_takes_what_was_kept(
         Engine(*models, engine_config()).measure_step_times()
 
 
+def test_what_is_measured_serves_requests_of_the_temperature_asked_for(
+    models: Models, lagged_engine: Engine, tmp_path: Path
+) -> None:
+    """Greedy batches skip the noise, which step times of sampling ones would charge them for. A table that was kept is
+    not taken for the other."""
+    for temperature, files in ((0.0, 1), (1.0, 2)):
+        engine = borrowing(models, lagged_engine, profile_dir=str(tmp_path), profile_temperature=temperature)
+        engine._programs._temperature = temperature  # they are the other engine's
+        engine.warmup()
+        key = next(key for key in engine.buckets.keys(engine.window - 1) if key.kind == "draft")
+        state, _ = engine._programs.rehearse(key, engine._state)
+        assert state.sampling.temperature.tolist() == [temperature] * 4
+        engine._state = engine._programs.rest(state)
+        assert len(list(tmp_path.iterdir())) == files
+
+
 def test_an_engine_that_nobody_warmed_up_measures_at_its_first_step(models: Models, lagged_engine: Engine) -> None:
     engine = borrowing(models, lagged_engine)
     assert all(tokens for tokens, _, _ in run_all(engine, random_requests(2, seed=1)))
