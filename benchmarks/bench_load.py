@@ -6,12 +6,15 @@
 Closed loop: every user asks again as soon as it is answered. Arms: no speculation, fixed numbers of drafts, a static
 confidence threshold, the adaptive scheduler (mode ``lagged``). A cell is one arm at one concurrency for --seconds after
 its warm-up; a round has every cell once, in random order; --shown concurrencies run in the first round only. The same
-prompts and seeds for every arm. All programs are compiled, and step times measured, before the first cell.
+prompts and seeds for every arm. All programs are compiled before the first cell. Each round begins with step times and
+prompt times of all arms, in turn, for the simulator; the adaptive arm decides by the step times that it measured when
+the run began.
 
-Writes OUT.jsonl cell by cell: started again with the same settings the command goes on where it was, and with nothing
-left to do it only writes OUT.json, OUT.md and OUT.png anew. OUT_step_times/ holds each arm's measured step times, and
-OUT_traces.npz (--traces N requests) what the simulator replays. At the default temperature 0 all arms write the same
-texts. `--target tiny --seconds 1` tries the command out.
+Writes OUT.jsonl cell by cell: started again with the same settings, code, weights, calibration and cores the command
+goes on where it was, and with nothing left to do it only writes the reports anew: OUT.json, OUT.md, OUT.png, and in
+OUT_step_times/ each arm's step times, medians over rounds (adaptive_start.json: those that the adaptive arm decides
+by). OUT_traces.npz (--traces N requests) is what the simulator replays. At the default temperature 0 all arms write the
+same texts. `--target tiny --seconds 1` tries the command out.
 """
 
 from __future__ import annotations
@@ -187,7 +190,8 @@ class Run:
             engine, table = build(
                 arm, self.target, self.drafter, tables(args.out) / f"{arm.name}_start.json", fresh=fresh,
                 concurrency=sorted({*args.concurrency, *args.shown}), max_model_len=args.max_model_len,
-                max_programs=args.max_programs, profile_seconds=args.profile_seconds, say=self.say,
+                max_programs=args.max_programs, profile_seconds=args.profile_seconds, temperature=args.temperature,
+                say=self.say,
             )  # fmt: skip
             self.engines[arm.name], self.meters[arm.name] = engine, Meter(table)
             engine.watch(self.meters[arm.name])
@@ -198,7 +202,8 @@ class Run:
     def measure(self, number: int) -> Line:
         """Step and prompt times of all arms, at the begin of a round."""
         args, begin = self.args, time.perf_counter()
-        buckets = {users for users in (*args.concurrency, *args.shown) if users <= max(args.concurrency)}
+        most = max(args.concurrency or args.shown)  # the simulator is asked for no more
+        buckets = {users for users in (*args.concurrency, *args.shown) if users <= most}
         steps = measure(self.engines, buckets, args.measure_seconds)
         order = self.work.order(0x9807, number)
         requests = [self.work.request(next(order), i, 1) for i in range(1 + max(4, 16 // args.rounds))]
@@ -252,16 +257,34 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.prompts and args.target != "tiny":
         print("--prompts: at least one JSONL file is needed")
         return 2
+    log, traces = Path(f"{args.out}.jsonl"), Path(f"{args.out}_traces.npz")
+    untraced = bool(args.traces) and not traces.is_file()
     try:
-        return load(args)
+        lines, todo, run = begin(args, log, untraced)
     except (ValueError, OSError) as error:
         print(f"bench_load: {error}", file=sys.stderr)
         return 2
+    if run is not None:
+        run_cells(run, lines, todo, log)
+    finish(args.out, lines[0], lines[1:])
+    if run is not None and untraced:
+        found = record(run.engines["threshold"], run.work, args.traces, args.trace_users, run.calibration, run.say)
+        found.save(traces)
+    return 0
 
 
-def load(args: argparse.Namespace) -> int:
-    """See ``main``."""
-    log, traces = Path(f"{args.out}.jsonl"), Path(f"{args.out}_traces.npz")
+def begin(
+    args: argparse.Namespace, log: Path, untraced: bool
+) -> tuple[list[Line], list[tuple[int, int, str]], Run | None]:
+    """Lines of the log, cells left to run, and what runs them: None where nothing is left.
+
+    Args:
+        untraced: texts are to be recorded.
+
+    Raises:
+        ValueError: the log is damaged or of another run, or models or prompts cannot be used.
+        OSError: they cannot be read.
+    """
     arms = load_arms(args.fixed, args.threshold)
     settings = json.loads(json.dumps({name: getattr(args, name) for name in SETTINGS}))
     lines = read_log(log)
@@ -270,34 +293,35 @@ def load(args: argparse.Namespace) -> int:
     done = {(c["round"], c["concurrency"], c["arm"]) for c in lines if "arm" in c}
     planned = schedule([arm.name for arm in arms], args.concurrency, args.shown, args.rounds, args.seed)
     todo = [cell for cell in planned if cell not in done]
-    if todo or (args.traces and not traces.is_file()):
-        start = environment()
-        enable_compilation_cache(args.compilation_cache_dir, print)
-        run = Run(args)
-        start |= run.weights()
-        if lines:
-            check_same(log, lines[0], start)
-        else:  # prompts and models are read: what is written now can be gone on with
-            log.parent.mkdir(parents=True, exist_ok=True)
-            lines = [{"settings": settings, **start}]
-            write_whole(log, json.dumps(lines[0]) + "\n")
-        run.build(arms, fresh=len(lines) == 1)
-        known = {line["round"] for line in lines if "step_times" in line}
-        for i, cell in enumerate(todo):
-            if cell[0] not in known:
-                known.add(cell[0])
-                lines.append(run.measure(cell[0]))
-                append(log, lines[-1])
-            lines.append(run.cell(*cell))
+    if not todo and not untraced:
+        return lines, todo, None
+    start = environment()
+    enable_compilation_cache(args.compilation_cache_dir, print)
+    run = Run(args)
+    start |= run.weights()
+    if lines:
+        check_same(log, lines[0], start)
+    else:  # prompts and models could be read: only now there is a run that can be gone on with
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lines = [{"settings": settings, **start}]
+        write_whole(log, json.dumps(lines[0]) + "\n")
+    run.build(arms, fresh=len(lines) == 1)
+    return lines, todo, run
+
+
+def run_cells(run: Run, lines: list[Line], todo: list[tuple[int, int, str]], log: Path) -> None:
+    """Adds what is left to run to ``lines`` and to the log."""
+    measured = {line["round"] for line in lines if "step_times" in line}
+    for i, (number, users, arm) in enumerate(todo):
+        if number not in measured:
+            measured.add(number)
+            lines.append(run.measure(number))
             append(log, lines[-1])
-            speed, busy = lines[-1]["tokens"] / lines[-1]["seconds"], lines[-1]["load_average"]
-            what = f"round {cell[0]}, {cell[1]} users, {cell[2]}"
-            run.say(f"cell {i + 1}/{len(todo)}: {what}: {speed:.1f} tokens/s, load average {busy[0]} to {busy[1]}")
-        if args.traces and not traces.is_file():
-            found = record(run.engines["threshold"], run.work, args.traces, args.trace_users, run.calibration, run.say)
-            found.save(traces)
-    finish(args.out, lines[0], lines[1:])
-    return 0
+        lines.append(run.cell(number, users, arm))
+        append(log, lines[-1])
+        speed, busy = lines[-1]["tokens"] / lines[-1]["seconds"], lines[-1]["load_average"]
+        what = f"round {number}, {users} users, {arm}"
+        run.say(f"cell {i + 1}/{len(todo)}: {what}: {speed:.1f} tokens/s, load average {busy[0]} to {busy[1]}")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commit() -> str | None:
-    """Commit of the working tree, with a + where it has changes; None outside a repository."""
+    """Commit of the working tree, with a + where it has changes; None outside a repository. Results are no changes:
+    a run that goes on finds its own ones."""
     try:
         git = ["git", "-C", str(ROOT)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -75,6 +75,7 @@ def build(
     max_model_len: int,
     max_programs: int,
     profile_seconds: float,
+    temperature: float,
     say: Callable[[str], None],
 ) -> tuple[Engine, StepTimeTable | None]:
     """An engine whose programs are compiled, and the step times that it decides by, None where it does not.
@@ -83,6 +84,7 @@ def build(
 
     Args:
         kept: file of the step times that the run decides by.
+        temperature: that all requests are sampled at, and step times measured.
         fresh: measure them and write the file, whole; else they are read, so that a run that goes on decides as it did
             before.
 
@@ -107,6 +109,7 @@ def build(
         max_programs=max_programs if variable else 1,
         profile_seconds=profile_seconds,
         profile_dir="",
+        profile_temperature=temperature,
         step_time=str(kept) if timed and not fresh else None,
         seed=0,
     )

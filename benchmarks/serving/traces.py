@@ -117,7 +117,7 @@ class Traces:
     def load(cls, path: str | Path) -> Traces:
         """Raises ValueError naming the file where it is no such thing, OSError where it cannot be read."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 return cls(
                     file["survival"].astype(np.float32),
                     file["accepted"].astype(np.int16),
