@@ -66,7 +66,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=320)
     parser.add_argument("--max-programs", type=int, default=40, help="of the arms that choose lengths")
     parser.add_argument("--profile-seconds", type=float, default=45.0)
-    parser.add_argument("--measure-seconds", type=float, default=6.0, help="of step times, at the begin of a round")
+    parser.add_argument(
+        "--measure-seconds", type=float, default=6.0, help="of step times, a round; they are measured twice at least"
+    )
     parser.add_argument("--traces", type=int, default=0, help="requests to record for the simulator, once")
     parser.add_argument("--trace-users", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)

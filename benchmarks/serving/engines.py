@@ -26,7 +26,7 @@ from .arms import Arm
 Steps = dict[tuple[str, int, int], float]
 """Milliseconds of an engine's programs by kind (plain, verify, draft), slots and tokens, at the one context."""
 
-LEAST_PASSES = 3
+LEAST_PASSES = 2
 
 WHOLE = 1 << 20
 """Cells beyond any window: one context only, the whole window, so that all arms read equally many cells."""

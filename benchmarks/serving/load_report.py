@@ -66,7 +66,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "Predicted: the tokens that calibrated confidences of the admitted drafts promise (those of the cycle's own "
         "block; how many are admitted is chosen by older ones) in the scheduler's step times, against plain decoding "
         "by the same times. Measured: all decoding cycles that no prompt disturbed, the drafter's catching up after "
-        "cycles without drafts included. With prompts: all of the time; predicted with the prompts' share of the plain arm's.",
+        "cycles without drafts included. With prompts: all of the time; predicted with the prompts' share "
+        "of the plain arm's.",
         "",
         f"Programs compiled within cells: {late}"
         + (" (their time is in the cells: nothing here is to be trusted)." if late else "."),
