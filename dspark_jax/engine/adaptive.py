@@ -67,7 +67,7 @@ class Lagged(Policy):
         # What the largest program can verify: at least one draft of each, more of each where there is room.
         look = max(min(self.look, table.last // len(tenants) - 1), 1)
         least = np.full(len(tenants), look, np.int32)
-        total = min(look * len(tenants), table.last - len(tenants))
+        total = self._filled(look * len(tenants), len(tenants), len(tenants), table)
         return Decision(total, least, probe=True, table=table, draft_ms=draft_ms)
 
     def _choose(
@@ -107,9 +107,15 @@ class Lagged(Policy):
         if (least == OUTSIDE).all():  # those whom the search counted have just left
             return Decision(0, least)
         table, draft_ms = costs((least != OUTSIDE).tolist())
-        room = table.last - len(tenants)  # the table's end is that of the programs, or a caller's wish
-        total = min(drafts + int(np.maximum(least, 0).sum()), room)
+        wanted, drafting = drafts + int(np.maximum(least, 0).sum()), int((least != OUTSIDE).sum())
+        total = self._filled(wanted, len(tenants), drafting, table)
         return Decision(total, least, table=table, draft_ms=draft_ms)
+
+    def _filled(self, drafts: int, requests: int, drafting: int, table: StepTimeTable) -> int:
+        """So many drafts, fewer where the table ends (that of the programs, or a caller's wish), and more where the
+        step that they need has places left: those are paid for, and the likeliest of the others take them."""
+        most = min(self.drafts * drafting, table.last - requests)
+        return min(table.bucket(requests + min(drafts, most)) - requests, most)
 
 
 class EarlyStop(Lagged):

@@ -244,7 +244,9 @@ class Programs:
             case "verify":
                 return bound(steps.verify, rows=rows, tokens=key.tokens, context=context, static=static)
             case "absorb":
-                return bound(steps.absorb, width=self.buckets.width)
+                # One slot after the other on CPU, so that a whole ring is no great forward.
+                cells = self.buckets.cells if rows == 1 else 0
+                return bound(steps.absorb, width=self.buckets.width, cells=cells)
             case "plain":
                 return bound(steps.plain, rows=rows, context=context, static=static)
         raise ValueError(f"no program of kind {key.kind!r}")

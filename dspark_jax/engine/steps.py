@@ -207,9 +207,11 @@ def plain(
     return state, pack(commit)
 
 
-def absorb(drafter: DrafterModel, state: DecodeState, slot: Array, held: Array, *, width: int) -> DecodeState:
+def absorb(
+    drafter: DrafterModel, state: DecodeState, slot: Array, held: Array, *, width: int, cells: int
+) -> DecodeState:
     """The ``held [R]`` tokens of the ring become drafter context, for the R slots from ``slot`` on."""
-    return cycle.absorb_held(drafter, state, held, width=width, first_slot=slot)
+    return cycle.absorb_held(drafter, state, held, width=width, first_slot=slot, cells=cells)
 
 
 def admit(state: DecodeState, slot: Array, values: DecodeState) -> DecodeState:

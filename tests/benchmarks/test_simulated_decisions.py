@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from serving.arms import ADAPTIVE
 from serving.arrivals import Closed
-from serving.engines import measure
+from serving.engines import measure, table_of
 from serving.record import record
 from serving.simulator import Clock, Server, Simulation
 from serving.workload import Workload
@@ -39,7 +39,8 @@ def test_recorded_traces_lead_the_scheduler_to_the_decisions_of_the_engine() -> 
     recorder = Engine(*models, engine_config(mode="threshold", **shape))
     traces = record(recorder, work, 7, SLOTS, say=lambda line: None)
     assert traces.texts == 7 and 0 < traces.accepted.mean() < 2
-    measured = measure(recorder, rounds=1)  # no adaptive engine: the simulator's own measurement
+    steps = measure({"recorder": recorder}, {SLOTS}, seconds=0.0)  # no adaptive engine decides by them
+    measured = table_of(steps["recorder"], 48)
     assert measured.at(48, SLOTS).tokens.tolist() == [7, 12] and (measured.draft_ms or 0) > 0
     assert not recorder.has_work()
 

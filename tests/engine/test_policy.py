@@ -32,6 +32,7 @@ def tenant(number: int, **request: Any) -> Tenant:
 
 
 STEEP = StepTimeTable(tokens=[2, 9], milliseconds=[1.0, 1e6])  # no draft ever pays
+FINE = StepTimeTable(tokens=range(2, 10), milliseconds=[1.0, *[1e6] * 7])  # the same, with every size
 DRAFT_MS = 0.1
 
 
@@ -177,14 +178,16 @@ def test_acceptance_by_position_is_learned_where_there_is_no_confidence_head() -
 
 def test_skipped_drafts_are_probed_again() -> None:
     """After 8, 16, 32, then every 64 cycles; without a probe there would never be a score again. One draft of each
-    request is verified, whatever its score, and all of them where only acceptance teaches."""
+    request is verified, whatever its score, and all of them where only acceptance teaches. What the step has room for
+    beside them costs nothing more, and is verified too."""
     for has_confidence, look in ((True, 1), (False, 3)):
-        policy = Lagged(3, has_confidence=has_confidence)
-        found = [policy.decide(n, [tenant(0), tenant(1)], costs_of(STEEP)) for n in range(300)]
-        assert [n for n, d in enumerate(found) if d.drafts] == [7, 23, 55, 119, 183, 247]
-        probe = found[7]
-        assert probe.probe and probe.drafts == 2 * look and probe.least.tolist() == [look, look]
-        assert all(d.least.tolist() == [OUTSIDE, OUTSIDE] for d in found if not d.drafts)
+        for table, drafts in ((FINE, 2 * look), (STEEP, 6)):
+            policy = Lagged(3, has_confidence=has_confidence)
+            found = [policy.decide(n, [tenant(0), tenant(1)], costs_of(table)) for n in range(300)]
+            assert [n for n, d in enumerate(found) if d.drafts] == [7, 23, 55, 119, 183, 247]
+            probe = found[7]
+            assert probe.probe and probe.drafts == drafts and probe.least.tolist() == [look, look]
+            assert all(d.least.tolist() == [OUTSIDE, OUTSIDE] for d in found if not d.drafts)
 
 
 def run_cycles(policy: Lagged, tenants: list[Tenant], rows: list[list[float]], count: int, first: int = 0) -> list[Any]:
