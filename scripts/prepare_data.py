@@ -15,8 +15,8 @@ import sys
 from dspark_jax import load_target
 from dspark_jax.command_line import begin_logging, exit_status, folder_parser, keep_programs_in
 from dspark_jax.config_toml import load_toml
-from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.prepare import PrepareConfig, prepare
+from dspark_jax.whole_file import DiskFull
 
 
 def main(argv: list[str] | None = None) -> int:

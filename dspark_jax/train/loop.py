@@ -32,11 +32,12 @@ from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
-from dspark_jax.train.folder import DiskFull, Metrics, check_same, environment, is_disk_full
+from dspark_jax.train.folder import Metrics, check_same, environment
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
 from dspark_jax.train.step import TrainState, init_state, make_heldout_step, make_train_step
+from dspark_jax.whole_file import DiskFull, is_disk_full, write_whole
 
 LOG = logging.getLogger("dspark_jax.train")
 
@@ -143,9 +144,7 @@ class Run:
         if self._writes:
             table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
             np.save(table, d2t)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_bytes(table.getbuffer())
-            scratch.replace(path)
+            write_whole(path, table.getvalue())
         return d2t
 
     def _restore(self, target: Target) -> TrainState:

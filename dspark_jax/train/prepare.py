@@ -24,7 +24,7 @@ from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
 from dspark_jax.load import find_model
 from dspark_jax.train.answers import Talk, answer_all, asks
-from dspark_jax.train.folder import full_disk_is_said
+from dspark_jax.whole_file import full_disk_is_said
 
 LOG = logging.getLogger("dspark_jax.data")
 ANSWERS = "answers.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import logging
@@ -20,13 +21,14 @@ from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.engine.policy import Temperatures
 from dspark_jax.engine.request import Checked
-from dspark_jax.evaluate import calibration
+from dspark_jax.evaluate import calibration, command
 from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
 from dspark_jax.evaluate.config import DecodeConfig, Suite
 from dspark_jax.evaluate.recorder import Blocks
 from dspark_jax.generate import generate
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
+from dspark_jax.whole_file import DiskFull
 
 VOCAB, BLOCK = 5, 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,9 +95,82 @@ def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monk
     assert CalibrationRun(config, tmp_path / "out", models).run() == first
     assert decoded == [3]
 
-    other = dataclasses.replace(config, decode=dataclasses.replace(config.decode, seed=3))
-    with pytest.raises(ValueError, match=r"holds records of something else: decode\.seed: 0 -> 3"):
-        CalibrationRun(other, tmp_path / "out", models)
+
+def test_records_of_something_else_are_refused_with_what_differs_and_the_remedy(case: Any, tmp_path: Path) -> None:
+    """Seed, rule or temperature of a table, and the prompts' own tokens: whatever decides the records. A table may be
+    added, and a set may move."""
+    config, models = case
+    out = tmp_path / "out"
+    CalibrationRun(config, out, models)
+
+    def refused(why: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=r"records\.json: .* something else: " + why + "; give another folder, or"):
+            CalibrationRun(dataclasses.replace(config, **changes), out, models)
+
+    refused(r"decode\.seed: 0 -> 3", decode=dataclasses.replace(config.decode, seed=3))
+    refused(r"tables\.greedy\.temperature: 0\.0 -> 0\.5", tables=(TableConfig("greedy", 0.5),))
+    refused(r"fit\.fit\.prompts: 5 -> 2; fit\.fit\.tokens: .*", fit=(Suite("fit", config.fit[0].path, 2),))
+    more = (*config.tables, TableConfig("coupled_t1", 1.0, "coupled"))
+    CalibrationRun(dataclasses.replace(config, tables=more), out, models)
+    CalibrationRun(config, out, models)
+    refused("tables.coupled_t1.verification: 'coupled' -> 'rejection'", tables=(TableConfig("coupled_t1", 1.0),))
+
+    held = config.heldout[0].path
+    moved = held.rename(tmp_path / "moved.jsonl")
+    CalibrationRun(dataclasses.replace(config, heldout=(Suite("held", moved),)), out, models)
+    held.write_text(moved.read_text().replace("[1, 1]", "[1, 2]"))
+    refused("heldout.held.tokens: .*")
+
+
+def test_a_header_of_records_that_a_full_disk_cut_off_is_named(case: Any, tmp_path: Path) -> None:
+    config, models = case
+    CalibrationRun(config, tmp_path / "out", models)
+    header = tmp_path / "out" / "records.json"
+    header.write_text(header.read_text()[:40])
+    with pytest.raises(ValueError, match=r"records\.json: does not say what the records .* or delete this one"):
+        CalibrationRun(config, tmp_path / "out", models)
+
+
+def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installed_file_as_it_was(
+    case: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    config, models = case
+    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
+    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
+    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+    installed = tmp_path / "drafter" / "calibration.json"
+    Calibration(np.full(BLOCK, 2.0)).save(installed)
+    before, write = installed.read_bytes(), Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        if self.parent == installed.parent:
+            write(self, content[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DiskFull, match=r"drafter/calibration\.json: no space left on the disk; .* as it was"):
+        CalibrationRun(config, tmp_path / "out", models).run()
+    assert installed.read_bytes() == before and [p.name for p in installed.parent.iterdir()] == ["calibration.json"]
+
+
+def test_a_command_that_meets_a_full_disk_ends_with_status_3_and_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The command that calibrating and evaluating have in common."""
+    monkeypatch.setattr(command, "keep_programs_in", lambda folder: None)
+    monkeypatch.setattr(command, "begin_logging", lambda: None)
+
+    def full(config: Any, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    argv = ["--config", str(ROOT / "configs/calibrate/smollm2.toml"), "--out", str(tmp_path / "out")]
+    assert command.command(argv, "", CalibrateConfig, full, "report.md") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("stopped: ") and error.count("\n") == 1
+    assert "out: no space left on the disk; records made so far are kept" in error
 
 
 def test_the_held_out_sets_have_their_own_number_of_blocks_and_old_records_are_all_used(
@@ -172,6 +247,7 @@ def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> No
         ("bins=0", "bins must be positive"),
         ("heldout_blocks=-1", "blocks 0 or more"),
         ("fit=[]", "fit must name"),
+        ("fit=[{name='a', path='b'}, {name='a', path='c'}]", "fit: names must differ, found a, a"),
         ("tables=[{name='a', temperature=1}, {name='b', temperature=1}]", "tables must be there and differ"),
         ("tables=[{name='a', temperature=-1}]", "temperature must be"),
         ("speed=1", "unknown key speed"),

@@ -17,8 +17,8 @@ from dspark_jax.checkpoint.deepspec import read_deepspec, write_deepspec
 from dspark_jax.data import ngrams
 from dspark_jax.drafters.dspark import drafter_specs
 from dspark_jax.train.config import RunConfig
-from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
+from dspark_jax.whole_file import DiskFull
 from tests.train import tiny_run
 
 
