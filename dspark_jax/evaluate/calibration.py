@@ -14,7 +14,8 @@ import numpy as np
 
 from dspark_jax import load_drafter, load_target
 from dspark_jax.calibrate import Calibration, fit, save_tables
-from dspark_jax.calibrate.assess import assess, diagram
+from dspark_jax.calibrate.assess import assess, diagram, outcomes
+from dspark_jax.calibrate.sts import GRID
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
 from dspark_jax.data.line_file import differences
@@ -26,12 +27,15 @@ from dspark_jax.evaluate.report import table as markdown_table
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
+from dspark_jax.types import GREEDY_TEMPERATURE
 from dspark_jax.whole_file import full_disk_is_said, write_whole
 
 LOG = logging.getLogger("dspark_jax.calibrate")
 HEADER = "records.json"
 ADVISED_BLOCKS = 10_000
 """Below it the noise of an ECE of 10 bins is of the size of what is measured."""
+LEAST_OUTCOMES = 50
+"""Accepted and rejected blocks that a position's temperature should rest on: with fewer, chance decides it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +212,13 @@ class CalibrationRun:
         )
 
     def _measure(self, table: TableConfig, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
-        found: dict[str, Any] = {"temperature": np.asarray(calibration.temperature).round(4).tolist()}
+        found: dict[str, Any] = {
+            "temperature": np.asarray(calibration.temperature).round(4).tolist(),
+            "sampling_temperature": table.temperature,
+            "warnings": doubts(calibration, records["fit"].labels),
+        }
+        for line in found["warnings"]:
+            LOG.warning("%s: %s", table.name, line)
         for name, blocks in records.items():
             temperature, bins = calibration.temperature, self.config.report_bins
             values = assess(blocks.confidence, blocks.labels, temperature, blocks.overlap, bins)
@@ -216,6 +226,27 @@ class CalibrationRun:
             shown = diagram(blocks.confidence, blocks.labels, temperature, bins)
             figures.reliability(self.folder / f"reliability_{table.name}_{name}.png", f"{table.name}, {name}", shown)
         return found
+
+
+def doubts(calibration: Calibration, labels: np.ndarray) -> list[str]:
+    """A line for every temperature that its records do not really decide.
+
+    Args:
+        labels: ``[N, G]`` of the blocks of the fit.
+    """
+    found = []
+    temperatures = np.asarray(calibration.temperature)
+    for k, (t, accepted, rejected) in enumerate(zip(temperatures, *outcomes(labels), strict=True), 1):
+        if min(accepted, rejected) < LEAST_OUTCOMES:
+            found.append(
+                f"position {k}: its temperature {t:.3g} rests on {accepted} accepted and {rejected} rejected blocks; "
+                f"{LEAST_OUTCOMES} of each are advised, so decode more prompts (blocks)"
+            )
+        if t in (GRID[0], GRID[-1]):
+            found.append(
+                f"position {k}: its temperature {t:.3g} is an end of the grid: the confidences mean little here"
+            )
+    return found
 
 
 def _decode_batch(recorder: Recorder, tasks: Sequence[Task], first: int, rows: int) -> Blocks:
@@ -247,7 +278,9 @@ def _read_header(path: Path) -> dict[str, Any] | None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [None if math.isnan(x) else round(float(x), 5) for x in value]
+        return [_plain(x) for x in value.tolist()]
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 5)
     return value
 
 
@@ -255,13 +288,28 @@ def markdown(measures: dict[str, Any]) -> str:
     """The report as text: one table for each calibration table and list of sets."""
     parts = ["# Calibration of the confidence head\n"]
     for table, found in measures.items():
-        for name in [key for key in found if key != "temperature"]:
-            values = found[name]
+        parts += [f"- {table}, {line}\n" for line in found["warnings"]]
+        for name, values in found.items():
+            if not isinstance(values, dict):
+                continue
             width = len(found["temperature"])
             body = [["temperature", *(f"{t:.3f}" for t in found["temperature"])]]
             for key, row in values.items():
                 if isinstance(row, list):
-                    body.append([key.replace("_", " "), *("" if x is None else f"{x:.4f}" for x in row)])
+                    body.append([key.replace("_", " "), *map(_cell, row)])
             parts.append(f"## {table}, {name}: {values['blocks']} blocks\n")
             parts.append(markdown_table(["position", *map(str, range(1, width + 1))], body))
+            parts.append(_ceiling(values["least_auc_of_ceiling"], found["sampling_temperature"]))
     return "\n".join(parts)
+
+
+def _cell(value: float | int | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+def _ceiling(least: float | None, temperature: float) -> str:
+    """What the AUC is worth against the best there could be."""
+    text = "" if least is None else f"Least AUC as a share of its ceiling (the AUC of 1 - TV itself): {least:.3f}."
+    if temperature < GREEDY_TEMPERATURE:
+        text += " At temperature 0 that ceiling is 1 by construction: an overlap is 0 or 1, the outcome itself."
+    return text.strip() + "\n"

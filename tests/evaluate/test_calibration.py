@@ -131,6 +131,29 @@ def test_a_header_of_records_that_a_full_disk_cut_off_is_named(case: Any, tmp_pa
         CalibrationRun(config, tmp_path / "out", models)
 
 
+def test_temperatures_that_records_do_not_decide_are_named() -> None:
+    """400 blocks: position 1 has 200 of each; of the 200 left 160 pass position 2, 40 do not. The temperature of
+    position 3 is the grid's largest."""
+    accepted = np.repeat([0, 1, 2, 3], [200, 40, 60, 100])
+    labels = (accepted[:, None] > np.arange(3)).astype(float)
+    found = calibration.doubts(Calibration(np.array([1.0, 2.0, 4.0])), labels)
+    assert len(found) == 2
+    assert found[0].startswith("position 2: its temperature 2 rests on 160 accepted and 40 rejected blocks; 50 of each")
+    assert found[1].startswith("position 3: its temperature 4 is an end of the grid")
+
+
+def test_the_report_shows_counts_shares_of_the_ceiling_and_warnings() -> None:
+    values = {"blocks": 9, "auc_ceiling": [1.0, None], "accepted": [5, 0], "least_auc_of_ceiling": 0.875}
+    table = {"temperature": [1.0, 4.0], "sampling_temperature": 0.0, "warnings": ["position 2: no"], "fit": values}
+    text = calibration.markdown({"greedy": table})
+    assert (
+        "## greedy, fit: 9 blocks" in text and "| accepted | 5 | 0 |" in text and "| auc ceiling | 1.0000 |  |" in text
+    )
+    assert "- greedy, position 2: no" in text and "share of its ceiling (the AUC of 1 - TV itself): 0.875." in text
+    assert "At temperature 0 that ceiling is 1 by construction" in text
+    assert "At temperature 0" not in calibration.markdown({"t1": {**table, "sampling_temperature": 1.0}})
+
+
 def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installed_file_as_it_was(
     case: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
