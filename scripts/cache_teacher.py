@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         "--records",
         type=int,
         default=0,
-        help="of the first so many usable records of the text, those before data.first too; 0: all",
+        help="of so many usable records of the text, behind the data.first that are passed over; 0: all",
     )
     args = parser.parse_args(argv)
     begin_logging()

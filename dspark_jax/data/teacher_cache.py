@@ -103,6 +103,11 @@ class TeacherCacheWriter:
         self._header = json.loads(json.dumps(header))
         self._shards: list[dict[str, Any]] = [] if index is None else index["shards"]
 
+    @property
+    def begin(self) -> int | None:
+        """The first record of the folder, None where it holds none."""
+        return self._shards[0]["ids"][0] if self._shards else None
+
     def has(self, number: int, ids: Sequence[int]) -> bool:
         """Shard ``number`` holds these records and is sound."""
         if number >= len(self._shards):

@@ -22,7 +22,10 @@ from dspark_jax.whole_file import write_whole as write_whole
 LOG = logging.getLogger("dspark_jax.train")
 
 MAY_CHANGE = ("optim.total_steps", "optim.decay_steps", "run.", "data.", "devices")
-"""What a run may be continued with; everything else would make it another run."""
+"""What a run may be continued with; everything else would make it another run. That ``data.`` still means the text that
+was read is checked with the checkpoint (``read_text.py``)."""
+MUST_STAY = ("data.first:",)
+"""Of those: the cursor of a run that goes on no longer looks at it."""
 
 
 def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None:
@@ -37,7 +40,7 @@ def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None
         a, b = flat(mine), flat(json.loads(path.read_text(encoding="utf-8")))
         b = {**{k: v for k, v in defaults(type(config)).items() if k not in b}, **b}
         wrong = [f"{k}: {b.get(k)!r} -> {a.get(k)!r}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
-        wrong = [line for line in wrong if not line.startswith(MAY_CHANGE)]
+        wrong = [line for line in wrong if not line.startswith(MAY_CHANGE) or line.startswith(MUST_STAY)]
         if wrong:
             raise ValueError(f"{folder} holds another run: " + "; ".join(wrong))
     if write:
