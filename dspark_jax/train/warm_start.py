@@ -189,7 +189,8 @@ def _must_agree(config: DrafterConfig) -> dict[str, Any]:
     names = "method target_layer_ids mask_token_id markov_rank markov_head confidence_head confidence_with_markov"
     names += " draft_vocab_size norms"
     found: dict[str, Any] = {name: getattr(config, name) for name in names.split()}
-    found["layers"] = list(config.decoder.layers)
+    found["sliding_window"] = [layer.window for layer in config.decoder.layers]
+    found["layers"] = [dataclasses.replace(layer, window=0) for layer in config.decoder.layers]
     return found | {name: getattr(config.decoder, name) for name in ("hidden_size", "vocab_size")}
 
 
