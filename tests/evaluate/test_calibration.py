@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import Calibration, CalibrationTables, load_tables
+from dspark_jax.calibrate.assess import diagram
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.engine.policy import Temperatures
 from dspark_jax.engine.request import Checked
-from dspark_jax.evaluate import calibration, command
+from dspark_jax.evaluate import calibration, command, figures
 from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
 from dspark_jax.evaluate.config import DecodeConfig, Suite
 from dspark_jax.evaluate.recorder import Blocks
@@ -152,6 +154,29 @@ def test_the_report_shows_counts_shares_of_the_ceiling_and_warnings() -> None:
     assert "- greedy, position 2: no" in text and "share of its ceiling (the AUC of 1 - TV itself): 0.875." in text
     assert "At temperature 0 that ceiling is 1 by construction" in text
     assert "At temperature 0" not in calibration.markdown({"t1": {**table, "sampling_temperature": 1.0}})
+
+
+def test_a_reliability_diagram_draws_predicted_against_observed_survival(monkeypatch: Any) -> None:
+    """Four blocks, two positions, by hand: of confidences 0.8 three of four were accepted, with T = 2 they are 2/3; of
+    the second position's, a half each, one block survived. One panel a position, beside the diagonal."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda path, columns, rows, draw: drawn.append((columns, rows, draw)) or True)
+    logits = np.array([[np.log(4.0), 0.0]] * 4)
+    labels = np.array([[1, 1], [1, 0], [1, 0], [0, 0]])
+    assert figures.reliability(Path("x.png"), "greedy", diagram(logits, labels, np.array([2.0, 1.0]), 2))
+    ((columns, rows, draw),) = drawn
+    assert (columns, rows) == (2, 1)
+    axes = np.array([[MagicMock(), MagicMock()]])
+    for ax in axes.flat:
+        ax.plot.return_value = (MagicMock(),)
+    draw(axes)
+    for ax, before, after, observed in ((axes[0][0], 0.8, 2 / 3, 0.75), (axes[0][1], 0.4, 1 / 3, 0.25)):
+        lines = [[np.asarray(values) for values in call.args] for call in ax.plot.call_args_list]
+        for line, points in zip(lines, ([[0, 1], [0, 1]], [[before], [observed]], [[after], [observed]]), strict=True):
+            np.testing.assert_allclose(line, points)
+        assert [call.kwargs.get("label") for call in ax.plot.call_args_list] == [None, "before", "after"]
+        np.testing.assert_allclose([call.kwargs["s"] for call in ax.scatter.call_args_list], [[100.0]] * 2)
+    assert axes[0][1].set_title.call_args.args == ("greedy: position 2",)
 
 
 def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installed_file_as_it_was(
