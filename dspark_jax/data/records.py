@@ -93,7 +93,8 @@ def write_records(
     """Writes ``(ids, loss mask)`` pairs, or triples with the record's source; ``meta.json`` comes last, so an
     interrupted folder does not open.
 
-    Returns the number of records. Raises ValueError for ids and mask of unequal lengths.
+    Returns the number of records. Raises ValueError for ids and mask of unequal lengths, and where only some records
+    name their source.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,8 @@ def write_records(
     _save(path / OFFSETS, np.asarray(offsets, np.int64))
     content = {"dtype": dtype.name, "vocab_size": vocab_size, "records": len(offsets) - 1, **(meta or {})}
     if sources:
+        if len(sources) != len(offsets) - 1:
+            raise ValueError(f"{path}: {len(sources)} of {len(offsets) - 1} records name their source; all do, or none")
         _save(path / SOURCES, np.array([name.encode() for name in sources]))
         content["conversations"] = len(set(sources))
     (path / META).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
