@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -166,9 +166,9 @@ def test_a_reliability_diagram_draws_predicted_against_observed_survival(monkeyp
     assert figures.reliability(Path("x.png"), "greedy", diagram(logits, labels, np.array([2.0, 1.0]), 2))
     ((columns, rows, draw),) = drawn
     assert (columns, rows) == (2, 1)
-    axes = np.array([[MagicMock(), MagicMock()]])
+    axes = np.array([[Mock(), Mock()]])
     for ax in axes.flat:
-        ax.plot.return_value = (MagicMock(),)
+        ax.plot.return_value = (Mock(),)
     draw(axes)
     for ax, before, after, observed in ((axes[0][0], 0.8, 2 / 3, 0.75), (axes[0][1], 0.4, 1 / 3, 0.25)):
         lines = [[np.asarray(values) for values in call.args] for call in ax.plot.call_args_list]
