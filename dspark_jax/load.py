@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SHIPPED_DRAFTERS = ("smollm2-135m-instruct-dspark",)
+"""Folders of ``assets``, each named after its target and method."""
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 
@@ -164,6 +165,12 @@ def target_view(target: Target) -> TargetView:
     embed, tokenizer = target.params["embed_tokens"], target.tokenizer
     head = embed if target.config.tie_embeddings else target.params["lm_head"]
     return TargetView(target.config, embed, head, None if tokenizer is None else len(tokenizer))
+
+
+def shipped_drafter(target: str, method: str) -> str | None:
+    """The name of the drafter of a method that is shipped for an embedded target, None where there is none."""
+    name = f"{target}-{method}"
+    return name if name in SHIPPED_DRAFTERS else None
 
 
 def find_drafter(name: str) -> Path:

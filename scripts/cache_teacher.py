@@ -17,7 +17,7 @@ from dspark_jax.command_line import begin_logging, exit_status, folder_parser, k
 from dspark_jax.config_toml import load_toml
 from dspark_jax.train.cached_teacher import build
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import DiskFull, full_disk_is_said
+from dspark_jax.whole_file import DiskFull, full_disk_is_said
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         "--records",
         type=int,
         default=0,
-        help="of the first so many usable records of the text, those before data.first too; 0: all",
+        help="of so many usable records of the text, behind the data.first that are passed over; 0: all",
     )
     args = parser.parse_args(argv)
     begin_logging()

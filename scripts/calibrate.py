@@ -5,7 +5,7 @@
 Decodes prompts with whole blocks under each of the tables' rules and temperatures, fits sequential temperature
 scaling, and writes ``calibration.json`` (beside the drafter's weights, too, unless ``install = false``), a report with
 ECE, Brier score and AUC by position, and reliability diagrams. Started again on the same folder it decodes only the
-batches that are missing.
+batches that are missing. Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 
 from __future__ import annotations

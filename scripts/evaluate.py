@@ -6,6 +6,7 @@ Decodes the prompts of every set with every drafter, and without one, under the 
 ``results.json``, ``report.md`` and PNG figures. Started again on the same folder it decodes only what is missing, so
 that a drafter or a set may be added later. ``--set decode.max_new_tokens=64`` overrides a setting; lists are given
 whole: ``--set 'drafters=[{name="mine", path="runs/first/drafter"}]'``.
+Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 
 from __future__ import annotations

@@ -5,31 +5,59 @@
 
 Repeated questions and those of evaluation sets (``keep_away``) are left out. Regenerated answers are written as they
 come; started again on the same folder, it goes on. Conversations are answered turn by turn with ``--set turns=3``.
+
+Prompts for calibration, as JSONL of ``prompt_ids`` (``OUT`` is the file): the first user turns of a training run's
+held-out records, and of its training records behind the RECORDS it has read ("training" in its drafter's config.json):
+
+    python scripts/prepare_data.py --prompts-of configs/train/smollm2_dspark.toml --set data.first=RECORDS \\
+        --out prompts/chat.jsonl
+
 Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 from dspark_jax import load_target
 from dspark_jax.command_line import begin_logging, exit_status, folder_parser, keep_programs_in
 from dspark_jax.config_toml import load_toml
-from dspark_jax.train.folder import DiskFull
+from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.prepare import PrepareConfig, prepare
+from dspark_jax.train.unread import unread_prompts
+from dspark_jax.whole_file import DiskFull, full_disk_is_said, write_whole
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = folder_parser(__doc__, config="TOML; without it the defaults", needs_config=False).parse_args(argv)
+    parser = folder_parser(__doc__, config="TOML; without it the defaults", needs_config=False)
+    parser.add_argument(
+        "--prompts-of", type=Path, metavar="TRAIN.toml", help="write prompts that this run has not read"
+    )
+    parser.add_argument("--prompts", type=int, default=300, help="with --prompts-of: how many")
+    parser.add_argument("--longest", type=int, default=224, help="with --prompts-of: tokens of a prompt at most")
+    args = parser.parse_args(argv)
+    if args.prompts_of and args.config:
+        parser.error("--prompts-of takes the place of --config")
+    if min(args.prompts, args.longest) < 1:
+        parser.error("--prompts and --longest must be at least 1")
     begin_logging()
-    keep_programs_in(args.out)
 
-    def act() -> None:
+    def prompts() -> None:
+        found = unread_prompts(load_toml(args.prompts_of, TrainConfig, args.set), args.prompts, args.longest)
+        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(args.out, "".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in found))
+        print(f"{args.out}: {len(found)} prompts")
+
+    def data() -> None:
+        keep_programs_in(args.out)
         config = load_toml(args.config, PrepareConfig, args.set)
         counts = prepare(config, load_target(config.target), args.out)
         print(", ".join(f"{args.out / name}: {count} records" for name, count in counts.items()))
 
-    return exit_status(act, DiskFull)
+    return exit_status(prompts if args.prompts_of else data, DiskFull)
 
 
 if __name__ == "__main__":

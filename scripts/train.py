@@ -21,8 +21,8 @@ from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.load import target_config
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import DiskFull, full_disk_is_said
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
+from dspark_jax.whole_file import DiskFull, full_disk_is_said
 
 
 def main(argv: list[str] | None = None) -> int:

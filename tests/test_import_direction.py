@@ -34,6 +34,7 @@ ROOM_OF_FILE = {
     "config_io": "config",
     "config_toml": "config",
     "drafter_io": "config",
+    "whole_file": "config",
 }
 
 # These use the library as its users do, by its public names. No other room may import the package root.

@@ -31,6 +31,9 @@ def assess(
         cumulative product of the overlaps, which is the chance of acceptance itself under ``rejection``; and the
         same of single positions (``conditional_auc``, ``conditional_auc_ceiling``): blocks whose drafts 1..k-1 were
         accepted, scored by position k alone. ``survival``: the mean label. NaN where a position saw one outcome only.
+        ``auc_of_ceiling``: ``auc_after`` as a share of ``auc_ceiling``, and ``least_auc_of_ceiling`` its minimum. At
+        sampling temperature 0 an overlap is the outcome itself, 0 or 1: the ceiling is 1 by construction.
+        ``accepted`` and ``rejected``: blocks whose draft k was, among those whose earlier drafts were accepted.
     """
     logits, labels = np.asarray(confidence_logits, np.float64), np.asarray(accepted, np.float64)
     agreement = np.clip(np.asarray(overlap, np.float64), 0.0, 1.0)
@@ -42,9 +45,22 @@ def assess(
         found[f"brier_{name}"] = brier(scores, labels)
         found[f"auc_{name}"] = auc(scores, labels)
     found["auc_ceiling"] = auc(ceiling, labels)
+    ceiling_auc = found["auc_ceiling"]
+    nowhere = np.full_like(ceiling_auc, np.nan)
+    found["auc_of_ceiling"] = np.divide(found["auc_after"], ceiling_auc, out=nowhere, where=ceiling_auc > 0)
+    known = found["auc_of_ceiling"][~np.isnan(found["auc_of_ceiling"])]
+    found["least_auc_of_ceiling"] = float(known.min()) if known.size else float("nan")
+    found["accepted"], found["rejected"] = outcomes(labels)
     found["conditional_auc"] = _conditional_auc(logits, labels)
     found["conditional_auc_ceiling"] = _conditional_auc(agreement, labels)
     return found
+
+
+def outcomes(accepted: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks whose draft k was accepted and rejected, ``[G]`` int64 each, among those that got to position k."""
+    labels = np.asarray(accepted, np.float64)
+    kept = labels.sum(0).astype(np.int64)
+    return kept, np.concatenate([[len(labels)], kept[:-1]]) - kept
 
 
 def _conditional_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from flax import struct
 
 from dspark_jax.calibrate.metrics import ece_of_column, sigmoid
 from dspark_jax.types import GREEDY_TEMPERATURE
+from dspark_jax.whole_file import write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -210,9 +211,12 @@ def grid_errors(survival_before: np.ndarray, logits: np.ndarray, labels: np.ndar
 def save_tables(path: str | Path, tables: Iterable[Calibration]) -> None:
     """Write calibration.json: all tables, and the `rejection`, T = 1 one also as "temperatures".
 
+    The file is replaced as a whole: where it cannot be written, one that is there stays as it is.
+
     Raises:
         ValueError: no tables, two for one rule and temperature, different lengths, or values that
             `load_tables` would refuse.
+        OSError: the file cannot be written.
     """
     records = []
     for table in tables:
@@ -233,7 +237,7 @@ def save_tables(path: str | Path, tables: Iterable[Calibration]) -> None:
         _parse(content, None)
     except ValueError as error:
         raise ValueError(f"{path} not written: {error}") from error
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def load_tables(path: str | Path, *, positions: int | None = None) -> CalibrationTables:

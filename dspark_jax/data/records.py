@@ -1,8 +1,8 @@
 """Tokenised conversations on disk: ids and loss mask, one flat file each, and where every record begins.
 
 A folder holds ``tokens.bin`` (uint16, or uint32 for vocabularies beyond 65536), ``mask.bin`` (uint8, 1 on the
-tokens a model learns to write), ``offsets.npy`` (int64 ``[N + 1]``) and ``meta.json`` (provenance). Files are
-memory mapped; a batch copies only what it needs.
+tokens a model learns to write), ``offsets.npy`` (int64 ``[N + 1]``), ``sources.npy`` (where each record comes from, if
+that is known) and ``meta.json`` (how all were made). Files are memory mapped; a batch copies only what it needs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 TOKENS, MASK, OFFSETS, META = "tokens.bin", "mask.bin", "offsets.npy", "meta.json"
+SOURCES = "sources.npy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,12 @@ class Records:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def sources(self) -> list[str] | None:
+        """Where each record comes from, as its maker named it; None where nobody wrote it down."""
+        path = self.path / SOURCES
+        return [name.decode() for name in np.load(path).tolist()] if path.is_file() else None
+
     def usable(self, length: int, least: int = 1) -> np.ndarray:
         """Ids of the records with at least ``least`` learnt tokens among their first ``length``, in file order."""
         ends = np.minimum(self.offsets[1:], self.offsets[:-1] + length)
@@ -78,30 +85,43 @@ class Records:
 
 def write_records(
     directory: str | Path,
-    records: Iterable[tuple[Sequence[int], Sequence[bool]]],
+    records: Iterable[tuple[Sequence[int], Sequence[bool]] | tuple[Sequence[int], Sequence[bool], str]],
     *,
     vocab_size: int,
     meta: Mapping[str, Any] | None = None,
 ) -> int:
-    """Writes ``(ids, loss mask)`` pairs; ``meta.json`` comes last, so an interrupted folder does not open.
+    """Writes ``(ids, loss mask)`` pairs, or triples with the record's source; ``meta.json`` comes last, so an
+    interrupted folder does not open.
 
-    Returns the number of records. Raises ValueError for a pair of unequal lengths.
+    Returns the number of records. Raises ValueError for ids and mask of unequal lengths, and where only some records
+    name their source.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    (path / META).unlink(missing_ok=True)
+    for name in (META, SOURCES):
+        (path / name).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    offsets = [0]
+    offsets, sources = [0], list[str]()
     with open(path / TOKENS, "wb") as tokens, open(path / MASK, "wb") as mask:
-        for ids, learn in records:
+        for ids, learn, *source in records:
             if len(ids) != len(learn):
                 raise ValueError(f"record {len(offsets) - 1}: {len(ids)} ids, {len(learn)} mask values")
             tokens.write(np.asarray(ids, dtype).tobytes())
             mask.write(np.asarray(learn, np.uint8).tobytes())
             offsets.append(offsets[-1] + len(ids))
-    table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
-    np.save(table, np.asarray(offsets, np.int64))
-    (path / OFFSETS).write_bytes(table.getbuffer())
+            sources += source
+    _save(path / OFFSETS, np.asarray(offsets, np.int64))
     content = {"dtype": dtype.name, "vocab_size": vocab_size, "records": len(offsets) - 1, **(meta or {})}
+    if sources:
+        if len(sources) != len(offsets) - 1:
+            raise ValueError(f"{path}: {len(sources)} of {len(offsets) - 1} records name their source; all do, or none")
+        _save(path / SOURCES, np.array([name.encode() for name in sources]))
+        content["conversations"] = len(set(sources))
     (path / META).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return len(offsets) - 1
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
+    np.save(table, array)
+    path.write_bytes(table.getbuffer())

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.data.line_file import differences
+from dspark_jax.whole_file import write_whole
 
 INDEX = "index.json"
 DTYPE = np.dtype("<f2")
@@ -102,6 +103,11 @@ class TeacherCacheWriter:
         self._header = json.loads(json.dumps(header))
         self._shards: list[dict[str, Any]] = [] if index is None else index["shards"]
 
+    @property
+    def begin(self) -> int | None:
+        """The first record of the folder, None where it holds none."""
+        return self._shards[0]["ids"][0] if self._shards else None
+
     def has(self, number: int, ids: Sequence[int]) -> bool:
         """Shard ``number`` holds these records and is sound."""
         if number >= len(self._shards):
@@ -124,12 +130,12 @@ class TeacherCacheWriter:
             )
         content = small.tobytes()
         path = self.folder / f"states-{number:05d}.bin"
-        _replace(path, content)
+        write_whole(path, content)
         entry: dict[str, Any] = {"file": path.name, "ids": list(map(int, ids)), "lengths": [len(x) for x in states]}
         entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         self._shards[number : number + 1] = [entry]
         index = {"header": self._header, "shards": self._shards}
-        _replace(self.folder / INDEX, (json.dumps(index) + "\n").encode())
+        write_whole(self.folder / INDEX, (json.dumps(index) + "\n").encode())
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
@@ -169,14 +175,3 @@ def records_digest(tokens: np.ndarray, offsets: np.ndarray) -> str:
     digest = hashlib.sha256(np.ascontiguousarray(tokens))
     digest.update(np.ascontiguousarray(offsets))
     return digest.hexdigest()[:16]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or as it was; nothing is left behind where there is no room."""
-    scratch = path.with_name(path.name + ".tmp")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dspark_jax.config import DrafterConfig, Eagle3Norms
-from dspark_jax.config_io import decoder_config_from_hf
-from dspark_jax.drafter_io.backbone import backbone_config
+from dspark_jax.drafter_io.backbone import backbone_config, backbone_decoder
 from dspark_jax.drafter_io.fields import Fields, declared_drafts, is_int, layer_ids_of
 from dspark_jax.drafter_io.formats import chain_method, speculators_type
 from dspark_jax.drafter_io.refusals import UnsupportedDrafterError
@@ -47,7 +46,7 @@ def chain_config_from_hf(
         if is_int(count) and count != 1:
             name = {"eagle3": "EAGLE-3", "mtp": "MTP"}[method]
             raise UnsupportedDrafterError(f"{source}: {name} drafters of {count} {what} are not supported yet")
-    decoder = decoder_config_from_hf(backbone, source=source)
+    decoder = backbone_decoder(backbone, source)
     draft_vocab = fields.integer("draft_vocab_size", decoder.vocab_size, least=1)
     if draft_vocab > decoder.vocab_size:
         raise ValueError(f"{source}: draft_vocab_size {draft_vocab} exceeds vocab_size {decoder.vocab_size}")

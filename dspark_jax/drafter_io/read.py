@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.config_io import decoder_config_from_hf
-from dspark_jax.drafter_io.backbone import backbone_config
+from dspark_jax.drafter_io.backbone import backbone_config, backbone_decoder
 from dspark_jax.drafter_io.chains import chain_config_from_hf
 from dspark_jax.drafter_io.fields import Fields, declared_drafts, layer_ids_of
 from dspark_jax.drafter_io.formats import (
@@ -69,7 +68,7 @@ def _block_config(config: Mapping[str, Any], source: str, names: set[str]) -> Dr
     mask = fields.integer("mask_token_id")
     backbone = backbone_config(config, source)
     _bidirectional(backbone, config, kind, source)
-    decoder = decoder_config_from_hf(backbone, source=source)
+    decoder = backbone_decoder(backbone, source)
     if mask >= decoder.vocab_size:
         raise ValueError(f"{source}: mask_token_id {mask} is beyond the vocabulary of {decoder.vocab_size}")
     anchor = fields.boolean("sample_from_anchor", DEFAULT_SAMPLE_FROM_ANCHOR[kind])

@@ -6,15 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_jax.config import DecoderConfig, DrafterConfig
-from dspark_jax.config_io import decoder_config_to_hf
+from dspark_jax.drafter_io.backbone import backbone_to_hf
 from dspark_jax.drafter_io.chains import NORM_KEYS
 from dspark_jax.drafter_io.formats import slots_of_drafts
-
-
-def _backbone_to_hf(decoder: DecoderConfig) -> dict[str, Any]:
-    out = decoder_config_to_hf(decoder)
-    out["tie_word_embeddings"] = False
-    return out
 
 
 def _family(decoder: DecoderConfig) -> str:
@@ -30,7 +24,7 @@ def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     """
     if config.chain:
         return _chain_to_hf(config)
-    out = _backbone_to_hf(config.decoder)
+    out = backbone_to_hf(config.decoder)
     family = _family(config.decoder)
     out.update(
         architectures=[f"{family}DSparkModel"],
@@ -58,7 +52,7 @@ def drafter_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
 def _chain_to_hf(config: DrafterConfig) -> dict[str, Any]:
     """``step_loss_decay`` is a training setting; the norm switches are an extension, named as in speculators."""
     kind = {"eagle3": "Eagle3", "mtp": "MTP"}[config.method]
-    out = _backbone_to_hf(config.decoder)
+    out = backbone_to_hf(config.decoder)
     out.update(
         architectures=[f"{_family(config.decoder)}{kind}Model"],
         draft_num_hidden_layers=1,
@@ -102,7 +96,7 @@ def drafter_config_to_speculators(
     """
     kind = config.method if config.chain else "dspark" if config.markov_rank or config.confidence_head else "dflash"
     slots = slots_of_drafts(config.block_size, config.sample_from_anchor)
-    backbone = _backbone_to_hf(config.decoder)
+    backbone = backbone_to_hf(config.decoder)
     backbone.pop("architectures", None)
     names = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
     out: dict[str, Any] = {

@@ -14,22 +14,28 @@ import numpy as np
 
 from dspark_jax import load_drafter, load_target
 from dspark_jax.calibrate import Calibration, fit, save_tables
-from dspark_jax.calibrate.assess import assess, diagram
+from dspark_jax.calibrate.assess import assess, diagram, outcomes
+from dspark_jax.calibrate.sts import GRID
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
 from dspark_jax.data.line_file import differences
 from dspark_jax.evaluate import figures
 from dspark_jax.evaluate.config import DecodeConfig, Suite
-from dspark_jax.evaluate.decode import fingerprint
+from dspark_jax.evaluate.decode import digest, fingerprint
 from dspark_jax.evaluate.recorder import Blocks, Recorder
 from dspark_jax.evaluate.report import table as markdown_table
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
+from dspark_jax.types import GREEDY_TEMPERATURE
+from dspark_jax.whole_file import full_disk_is_said, write_whole
 
 LOG = logging.getLogger("dspark_jax.calibrate")
+HEADER = "records.json"
 ADVISED_BLOCKS = 10_000
 """Below it the noise of an ECE of 10 bins is of the size of what is measured."""
+LEAST_OUTCOMES = 50
+"""Accepted and rejected blocks that a position's temperature should rest on: with fewer, chance decides it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +89,9 @@ class CalibrateConfig:
             raise ValueError("tables must be there and differ in name, and in rule or temperature")
         if not self.fit:
             raise ValueError("fit must name at least one prompt set")
+        for what, suites in (("fit", self.fit), ("heldout", self.heldout)):
+            if len({suite.name for suite in suites}) < len(suites):
+                raise ValueError(f"{what}: names must differ, found {', '.join(suite.name for suite in suites)}")
         if min(self.bins, self.report_bins) < 1 or min(self.blocks, self.heldout_blocks) < 0:
             found = (self.bins, self.report_bins, self.blocks, self.heldout_blocks)
             raise ValueError(f"bins must be positive and blocks 0 or more, found {', '.join(map(str, found))}")
@@ -109,17 +118,30 @@ class CalibrationRun:
         self._check_folder()
 
     def _check_folder(self) -> None:
-        """Records belong to one drafter, one way of decoding and one list of prompts."""
-        drafter = fingerprint(find_drafter(self.config.drafter))
-        kept = {key: value for key, value in dataclasses.asdict(self.config).items() if key in ("target", "decode")}
-        mine = {**kept, "drafter": drafter, "fit": _listed(self.config.fit), "heldout": _listed(self.config.heldout)}
-        path = self.folder / "records.json"
-        if path.is_file():
-            wrong = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(mine)))
+        """Records belong to one drafter, one way of decoding, the tables and the prompts they were decoded for; a
+        table may be added to those of a folder."""
+        config, path = self.config, self.folder / HEADER
+        mine: dict[str, Any] = {
+            "target": config.target,
+            "drafter": fingerprint(find_drafter(config.drafter)),
+            "decode": dataclasses.asdict(config.decode),
+            "tables": {t.name: {"verification": t.verification, "temperature": t.temperature} for t in config.tables},
+        }
+        for name, suites in (("fit", config.fit), ("heldout", config.heldout)):
+            mine[name] = {suite.name: _contents(self.tasks[name], suite) for suite in suites}
+        known = _read_header(path)
+        if known is not None:
+            tables = known.get("tables", {})
+            mine["tables"] = {**tables, **mine["tables"]}
+            wrong = differences({**known, "tables": {**mine["tables"], **tables}}, mine)
             if wrong:
-                raise ValueError(f"{self.folder} holds records of something else: {'; '.join(wrong)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+                raise ValueError(
+                    f"{path}: the records of this folder are of something else: {'; '.join(wrong)}; give another "
+                    "folder, or delete this one to decode anew"
+                )
+        if known != mine:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(mine, indent=1) + "\n")
 
     def run(self) -> dict[str, Any]:
         """Returns the measures that were written, by table and list of sets."""
@@ -141,10 +163,12 @@ class CalibrationRun:
         if self.config.install:
             written.append(find_drafter(self.config.drafter) / CALIBRATION_FILE)
         for path in written:
-            save_tables(path, fitted)
+            words = f"{path}: no space left on the disk; what was there is as it was. Make room and start again"
+            with full_disk_is_said(words):
+                save_tables(path, fitted)
             LOG.info("wrote %s", path)
-        (self.folder / "calibration_report.json").write_text(json.dumps(measures, indent=1) + "\n", encoding="utf-8")
-        (self.folder / "calibration_report.md").write_text(markdown(measures), encoding="utf-8")
+        write_whole(self.folder / "calibration_report.json", json.dumps(measures, indent=1) + "\n")
+        write_whole(self.folder / "calibration_report.md", markdown(measures))
         return measures
 
     def record(self, table: TableConfig, name: str, bar: Progress) -> Blocks:
@@ -188,7 +212,13 @@ class CalibrationRun:
         )
 
     def _measure(self, table: TableConfig, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
-        found: dict[str, Any] = {"temperature": np.asarray(calibration.temperature).round(4).tolist()}
+        found: dict[str, Any] = {
+            "temperature": np.asarray(calibration.temperature).round(4).tolist(),
+            "sampling_temperature": table.temperature,
+            "warnings": doubts(calibration, records["fit"].labels),
+        }
+        for line in found["warnings"]:
+            LOG.warning("%s: %s", table.name, line)
         for name, blocks in records.items():
             temperature, bins = calibration.temperature, self.config.report_bins
             values = assess(blocks.confidence, blocks.labels, temperature, blocks.overlap, bins)
@@ -196,6 +226,27 @@ class CalibrationRun:
             shown = diagram(blocks.confidence, blocks.labels, temperature, bins)
             figures.reliability(self.folder / f"reliability_{table.name}_{name}.png", f"{table.name}, {name}", shown)
         return found
+
+
+def doubts(calibration: Calibration, labels: np.ndarray) -> list[str]:
+    """A line for every temperature that its records do not really decide.
+
+    Args:
+        labels: ``[N, G]`` of the blocks of the fit.
+    """
+    found = []
+    temperatures = np.asarray(calibration.temperature)
+    for k, (t, accepted, rejected) in enumerate(zip(temperatures, *outcomes(labels), strict=True), 1):
+        if min(accepted, rejected) < LEAST_OUTCOMES:
+            found.append(
+                f"position {k}: its temperature {t:.3g} rests on {accepted} accepted and {rejected} rejected blocks; "
+                f"{LEAST_OUTCOMES} of each are advised, so decode more prompts (blocks)"
+            )
+        if t in (GRID[0], GRID[-1]):
+            found.append(
+                f"position {k}: its temperature {t:.3g} is an end of the grid: the confidences mean little here"
+            )
+    return found
 
 
 def _decode_batch(recorder: Recorder, tasks: Sequence[Task], first: int, rows: int) -> Blocks:
@@ -206,13 +257,30 @@ def _decode_batch(recorder: Recorder, tasks: Sequence[Task], first: int, rows: i
     return Blocks(blocks.confidence[own], blocks.accepted[own], blocks.overlap[own], blocks.prompt[own])
 
 
-def _listed(suites: tuple[Suite, ...]) -> list[dict[str, Any]]:
-    return [{"path": str(suite.path), "prompts": suite.prompts} for suite in suites]
+def _contents(tasks: Sequence[Task], suite: Suite) -> dict[str, Any]:
+    """What a set contributes to its records: how many prompts, and a hash of their tokens."""
+    texts = [task.ids for task in tasks if task.suite == suite.name]
+    return {"prompts": len(texts), "tokens": digest(*texts)}
+
+
+def _read_header(path: Path) -> dict[str, Any] | None:
+    """What the records of a folder were decoded for, None where there are none. Raises ValueError naming the file."""
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: does not say what the records beside it were decoded for ({error}); give another folder, or "
+            "delete this one to decode anew"
+        ) from None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [None if math.isnan(x) else round(float(x), 5) for x in value]
+        return [_plain(x) for x in value.tolist()]
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 5)
     return value
 
 
@@ -220,13 +288,28 @@ def markdown(measures: dict[str, Any]) -> str:
     """The report as text: one table for each calibration table and list of sets."""
     parts = ["# Calibration of the confidence head\n"]
     for table, found in measures.items():
-        for name in [key for key in found if key != "temperature"]:
-            values = found[name]
+        parts += [f"- {table}, {line}\n" for line in found["warnings"]]
+        for name, values in found.items():
+            if not isinstance(values, dict):
+                continue
             width = len(found["temperature"])
             body = [["temperature", *(f"{t:.3f}" for t in found["temperature"])]]
             for key, row in values.items():
                 if isinstance(row, list):
-                    body.append([key.replace("_", " "), *("" if x is None else f"{x:.4f}" for x in row)])
+                    body.append([key.replace("_", " "), *map(_cell, row)])
             parts.append(f"## {table}, {name}: {values['blocks']} blocks\n")
             parts.append(markdown_table(["position", *map(str, range(1, width + 1))], body))
+            parts.append(_ceiling(values["least_auc_of_ceiling"], found["sampling_temperature"]))
     return "\n".join(parts)
+
+
+def _cell(value: float | int | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+def _ceiling(least: float | None, temperature: float) -> str:
+    """What the AUC is worth against the best there could be."""
+    text = "" if least is None else f"Least AUC as a share of its ceiling (the AUC of 1 - TV itself): {least:.3f}."
+    if temperature < GREEDY_TEMPERATURE:
+        text += " At temperature 0 that ceiling is 1 by construction: an overlap is 0 or 1, the outcome itself."
+    return text.strip() + "\n"

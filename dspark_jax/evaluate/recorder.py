@@ -7,6 +7,7 @@ blocks.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from dspark_jax.cycle_draws import draft_law
 from dspark_jax.generate import prefill_rows, start_rows
 from dspark_jax.layout import Layout
 from dspark_jax.types import EMPTY, Array
+from dspark_jax.whole_file import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,9 @@ class Blocks:
     def save(self, path: Path) -> None:
         """Writes an ``.npz`` that is whole or not there at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        with open(scratch, "wb") as file:
-            np.savez_compressed(file, **dataclasses.asdict(self))
-        scratch.replace(path)
+        content = io.BytesIO()
+        np.savez_compressed(content, **dataclasses.asdict(self))
+        write_whole(path, content.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> Blocks:

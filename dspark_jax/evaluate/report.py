@@ -13,6 +13,7 @@ from dspark_jax.evaluate import figures
 from dspark_jax.evaluate.acceptance import Sample, bootstrap_weights, interval, quotient, value
 from dspark_jax.evaluate.config import PLAIN
 from dspark_jax.evaluate.decode import Trace
+from dspark_jax.whole_file import write_whole
 
 
 def row(name: str, traces: Sequence[Trace], sample: Sample, weights: np.ndarray) -> dict[str, Any]:
@@ -90,8 +91,8 @@ def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "results.json", folder / "report.md"]
-    written[0].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    written[1].write_text(markdown(results), encoding="utf-8")
+    write_whole(written[0], json.dumps(results, indent=1) + "\n")
+    write_whole(written[1], markdown(results))
     for name, rows in results["runs"].items():
         path = folder / f"acceptance_{name}.png"
         if figures.acceptance(path, name, rows):

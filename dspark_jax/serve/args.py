@@ -8,8 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from dspark_jax.load import SHIPPED_DRAFTERS, shipped_drafter
+
 DEFAULT_TARGET = "smollm2-135m-instruct"
-DEFAULT_DRAFTER = "smollm2-135m-instruct-dspark"
+DEFAULT_DRAFTER = SHIPPED_DRAFTERS[0]
 DEFAULT_MAX_MODEL_LEN = 2048
 
 METHODS = ("dspark", "dflash", "eagle3", "mtp", "none")
@@ -229,10 +231,8 @@ def _speculation(model: str | None, text: str | None) -> Speculation:
     verification = config.get("verification", "rejection")
     if method == "none":
         return Speculation(method=method, verification=verification)
-    drafter = config.get("model")
-    if drafter is None and model is None and method in (None, "dspark"):
-        drafter = DEFAULT_DRAFTER
-    elif drafter is None and method == "mtp":
+    drafter = config.get("model") or shipped_drafter(model or DEFAULT_TARGET, method or "dspark")
+    if drafter is None and method == "mtp":
         drafter = model or DEFAULT_TARGET  # multi-token-prediction layers come with the target
     elif drafter is None:
         raise UsageError(f'argument {flag}: "model" is missing: the drafter to load')

@@ -43,18 +43,27 @@ def open_cache(config: TrainConfig, target: Target, records: Records) -> Teacher
 
 
 def build(config: TrainConfig, target: Target, folder: str | Path, limit: int = 0) -> int:
-    """Caches the states of the first ``limit`` usable training records (0: all), in the order a run reads them.
+    """Caches the states of ``limit`` usable training records (0: all) behind ``data.first``, in the order a run reads
+    them.
 
     Shards that are there and sound are left as they are. Returns the number of records. Raises ValueError where the
-    folder holds states of something else, or a state does not fit into float16.
+    folder holds states of something else or from another record on, or a state does not fit into float16.
     """
     data = config.data
     records = Records(data.train)
-    ids = records.usable(data.length, data.least_learnt).tolist()
-    ids = ids[: limit or len(ids)]
+    usable = records.usable(data.length, data.least_learnt).tolist()
+    ids = usable[data.first :][: limit or len(usable)]
     if not ids:
-        raise ValueError(f"{data.train}: no record has {data.least_learnt} learnt tokens among its first {data.length}")
+        behind = f", behind the {data.first} that are passed over (data.first)" if data.first else ""
+        raise ValueError(
+            f"{data.train}: no record has {data.least_learnt} learnt tokens among its first {data.length}{behind}"
+        )
     writer = TeacherCacheWriter(folder, header(config, target, records))
+    if writer.begin not in (None, ids[0]):
+        raise ValueError(
+            f"{folder} holds teacher states from record {writer.begin} on, and data.first = {data.first} begins at "
+            f"record {ids[0]}; give another folder"
+        )
     step = make_teacher_step(config.drafter.target_layer_ids)
     with Progress(len(ids), "teacher states", unit="record") as progress:
         for number, begin in enumerate(range(0, len(ids), SHARD_RECORDS)):

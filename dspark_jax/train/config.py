@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from dspark_jax.config import EMPTY, DecoderConfig, DrafterConfig, Eagle3Norms
+from dspark_jax.config_io.families import FAMILIES
+
+BY_METHOD = -1
+"""A setting that follows the drafter's method."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,8 @@ class DrafterShape:
         block_size: G, drafts a block; of a chain: the steps it is trained for.
         mask_token_id: of block drafters.
         norms: switches of EAGLE-3.
+        sliding_window: positions that a token of the draft layers sees, its own included; 0: full attention.
+        markov_rank: of the Markov head, 0 for none; ``BY_METHOD``: the paper's 256 for ``dspark``, none for a chain.
         copy_layers: target layers they begin as, consecutive; empty: random. Where ``layers`` is another number, the
             last ones, or those before them as well (``fitted``).
         output_scale: factor of the final norm at the beginning (``warm_start.initial_params``).
@@ -88,15 +94,22 @@ class DrafterShape:
     block_widths: tuple[int, ...] = ()
     copy_layers: tuple[int, ...] = ()
     output_scale: float = 1.0
-    markov_rank: int = 0
+    markov_rank: int = BY_METHOD
     markov_head: str = "vanilla"
     bigram_start: bool = False
     confidence_head: bool = True
     draft_vocab: int = 0
     always: tuple[int, ...] = ()
     norms: Eagle3Norms = Eagle3Norms()
+    sliding_window: int = 0
 
     def __post_init__(self) -> None:
+        if self.markov_rank == BY_METHOD:  # known from here on as what it stands for, in config.json as well
+            object.__setattr__(self, "markov_rank", 256 if self.method == "dspark" else 0)
+        if min(self.markov_rank, self.sliding_window) < 0:
+            raise ValueError(
+                f"markov_rank and sliding_window must be 0 or more, found {self.markov_rank} and {self.sliding_window}"
+            )
         if self.method == "dspark":
             return
         heads = ("markov_rank", "bigram_start", "confidence_head")
@@ -235,10 +248,15 @@ def _to_block(widths: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 
 
 def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
-    """The drafter's configuration: backbone layers as wide as the target's, full attention like its last layer.
+    """The drafter's configuration: backbone layers shaped like the target's last, with the window of ``shape``.
 
-    Raises ValueError for layers that its method cannot have or tap."""
-    layer = target.layers[-1]
+    Raises ValueError for layers that its method or the target's family cannot have or tap."""
+    if shape.sliding_window and FAMILIES[target.family].two_kinds:
+        raise ValueError(
+            f"drafter.sliding_window = {shape.sliding_window}: sliding layers of {target.family} have another shape "
+            "than its full ones, and its drafters have full ones only; set 0"
+        )
+    layer = dataclasses.replace(target.layers[-1], window=shape.sliding_window)
     decoder = dataclasses.replace(target, layers=(layer,) * shape.layers, tie_embeddings=False)
     last = target.num_layers - 1
     if shape.method == "mtp" and shape.target_layer_ids != (last,):

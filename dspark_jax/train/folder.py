@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
 import logging
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,22 +17,15 @@ from typing import Any
 import jax
 
 from dspark_jax.train.config import TrainConfig
+from dspark_jax.whole_file import write_whole as write_whole
 
 LOG = logging.getLogger("dspark_jax.train")
 
 MAY_CHANGE = ("optim.total_steps", "optim.decay_steps", "run.", "data.", "devices")
-"""What a run may be continued with; everything else would make it another run."""
-
-
-class DiskFull(RuntimeError):
-    """There is no room to write; what was written before is whole."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file; a reader, or a kill, sees the old text or the new one."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+"""What a run may be continued with; everything else would make it another run. That ``data.`` still means the text that
+was read is checked with the checkpoint (``read_text.py``)."""
+MUST_STAY = ("data.first:",)
+"""Of those: the cursor of a run that goes on no longer looks at it."""
 
 
 def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None:
@@ -49,7 +40,7 @@ def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None
         a, b = flat(mine), flat(json.loads(path.read_text(encoding="utf-8")))
         b = {**{k: v for k, v in defaults(type(config)).items() if k not in b}, **b}
         wrong = [f"{k}: {b.get(k)!r} -> {a.get(k)!r}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
-        wrong = [line for line in wrong if not line.startswith(MAY_CHANGE)]
+        wrong = [line for line in wrong if not line.startswith(MAY_CHANGE) or line.startswith(MUST_STAY)]
         if wrong:
             raise ValueError(f"{folder} holds another run: " + "; ".join(wrong))
     if write:
@@ -148,25 +139,3 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last line break: nothing, or a cut line
     return [json.loads(line) for line in lines if line.strip()]
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """The error, or one that led to it, says that there is no room."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left" in str(error) or "ENOSPC" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-@contextlib.contextmanager
-def full_disk_is_said(words: str) -> Iterator[None]:
-    """Raises DiskFull with ``words`` where what is done within meets a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        raise DiskFull(words) from error

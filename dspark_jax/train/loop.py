@@ -32,11 +32,13 @@ from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
-from dspark_jax.train.folder import DiskFull, Metrics, check_same, environment, is_disk_full
+from dspark_jax.train.folder import Metrics, check_same, environment
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
+from dspark_jax.train.read_text import ReadText
 from dspark_jax.train.step import TrainState, init_state, make_heldout_step, make_train_step
+from dspark_jax.whole_file import DiskFull, is_disk_full, write_whole
 
 LOG = logging.getLogger("dspark_jax.train")
 
@@ -108,9 +110,14 @@ class Run:
         self._manager = ocp.CheckpointManager(
             (self.folder / "checkpoints").absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False),
+            item_handlers=ocp.StandardCheckpointHandler(),
         )
+        self._kept = self._beside_the_state()
+        self._read = ReadText(self.records, self._usable, config.data)
         start, begins = config.drafter.start_from, self._manager.latest_step() is None
         self._earlier = warm_start.earlier_drafter(start, self.drafter, target) if start and begins else None
+        if self._earlier is not None and (doubt := self._read.doubt(self._earlier.training, config.data.first)):
+            LOG.warning("drafter.start_from: %s", doubt)
         self.d2t = self._draft_vocabulary(target.vocab_size)
         self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
@@ -130,11 +137,31 @@ class Run:
             self._cache.require(self._usable[begin : begin + left * config.data.batch])
         self._metrics: Metrics | None = None
 
+    def _beside_the_state(self) -> dict[str, Any]:
+        """What the last checkpoint says beside its arrays: the ``text`` it has read, and ``d2t``. Empty where there
+        is none, or one of an older version."""
+        latest = self._manager.latest_step()
+        return {} if latest is None else dict(self._manager.metadata(latest).custom_metadata or {})
+
     def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:
         shape, path = self.config.drafter, self.folder / "d2t.npy"
         if not shape.draft_vocab:
             return None
-        if self._earlier is not None and self._earlier.d2t is not None:
+        if "d2t" in self._kept:  # what the parameters mean belongs to them
+            d2t = np.asarray(self._kept["d2t"], np.int32)
+            if path.is_file():
+                if not np.array_equal(np.load(path), d2t):
+                    raise ValueError(
+                        f"{path}: not the draft vocabulary that the checkpoint was trained with; delete the file, and "
+                        "it is written anew from the checkpoint"
+                    )
+                return d2t
+        elif self._manager.latest_step() is not None and not path.is_file():
+            raise ValueError(
+                f"{path}: the draft vocabulary is missing, and a checkpoint of an older version does not hold it; "
+                "without it the parameters mean nothing. Put the file back"
+            )
+        elif self._earlier is not None and self._earlier.d2t is not None:
             d2t = self._earlier.d2t
         elif path.is_file():
             return np.load(path)
@@ -143,9 +170,7 @@ class Run:
         if self._writes:
             table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
             np.save(table, d2t)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_bytes(table.getbuffer())
-            scratch.replace(path)
+            write_whole(path, table.getvalue())
         return d2t
 
     def _restore(self, target: Target) -> TrainState:
@@ -161,6 +186,8 @@ class Run:
             return state
         LOG.info("resuming from step %d", latest)
         state = self._manager.restore(latest, args=ocp.args.StandardRestore(state))
+        if "text" in self._kept:
+            self._read.require(self._kept["text"])
         # Arrays restored by orbax may live in buffers that cannot be donated.
         return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
@@ -219,9 +246,11 @@ class Run:
         rhythm, first, total = self.config.run, int(self.state.step), self.config.optim.total_steps
         started = saved = measured = time.monotonic()
         waiting: list[dict[str, Any]] = []
+        read = 0  # tokens, padding not counted, since the last line
         with Progress(total, "training", done=first, unit="step", bar=None if self._writes else False) as progress:
             for step in range(first, total):
                 batch, states = self._next_batch(), self._next_states()
+                read += int(batch.lengths.sum())
                 tokens, learnt = (self._placement.split(x) for x in (batch.tokens, batch.loss_mask))
                 rate: Any = np.asarray(self._rate(step), np.float32)
                 self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate, states)
@@ -230,9 +259,9 @@ class Run:
                     continue
                 jax.block_until_ready(self.state)
                 now = time.monotonic()
-                text = self._log_steps(step + 1, waiting, (now - started) / len(waiting))
+                text = self._log_steps(step + 1, waiting, now - started, read)
                 progress.advance(len(waiting), text)
-                waiting, started = [], now
+                waiting, started, read = [], now, 0
                 # Between lines of the log only: a resumed run then has the same lines as an unbroken one.
                 if self._due(now - saved > rhythm.save_every_s) and int(self.state.skipped) == 0:
                     self.save()
@@ -278,7 +307,10 @@ class Run:
         """Writes a checkpoint of the whole state."""
         step = int(self.state.step)
         if self._manager.latest_step() != step:
-            self._manager.save(step, args=ocp.args.StandardSave(self.state))
+            beside: dict[str, Any] = {"text": self._read.identity(int(self.state.cursor))}
+            if self.d2t is not None:
+                beside["d2t"] = self.d2t.tolist()
+            self._manager.save(step, args=ocp.args.StandardSave(self.state), custom_metadata=beside)
             self._manager.wait_until_finished()
 
     @property
@@ -302,7 +334,8 @@ class Run:
             return place
         params = jax.tree.map(np.asarray, self.params)
         # ``records``: where in the text a run that starts from this drafter goes on (``data.first``).
-        counts = {"steps": self.state.step, "positions": self.state.positions, "records": self.state.cursor}
+        training = {"steps": int(self.state.step), "positions": int(self.state.positions)}
+        training |= self._read.identity(int(self.state.cursor))
         return write_deepspec(
             place,
             self.drafter,
@@ -310,11 +343,12 @@ class Run:
             drafter_specs(self.drafter),
             d2t=self.d2t,
             quantize=quantize,
-            extra_config={"training": {name: int(count) for name, count in counts.items()}},
+            extra_config={"training": training},
         )
 
-    def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float) -> str:
-        """Writes a line about the updates since the last one. Returns its short form.
+    def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float, tokens: int) -> str:
+        """Writes a line about the updates since the last one, and the ``tokens`` of text they took. Returns its short
+        form.
 
         Raises NonFiniteLoss."""
         values = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *waiting)
@@ -326,7 +360,7 @@ class Run:
             "total": _mean(values["total"][good]),
             "grad_norm": _mean(values["grad_norm"][good]),
             "learning_rate": float(self._rate(step - 1)),
-            "seconds_per_step": seconds,
+            "seconds_per_step": seconds / len(waiting),
             "skipped": int((~good).sum()),
         }
         for name in ("ce", "l1", "confidence", "tau"):
@@ -339,7 +373,7 @@ class Run:
                 f"step {step}: {in_a_row} updates in a row without a finite loss; they changed nothing, and the last "
                 f"checkpoint is of step {self._manager.latest_step()}"
             )
-        speed = self.config.data.batch * self.config.data.length / seconds if seconds else 0.0
+        speed = tokens / seconds if seconds else 0.0
         terms = " ".join(f"{name} {line[name]:.3f}" for name in ("ce", "l1", "confidence"))
         return f"loss {line['total'] or 0.0:.3f} ({terms}), length {line['tau']:.2f}, {speed:.0f} tokens/s"
 

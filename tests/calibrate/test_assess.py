@@ -24,6 +24,8 @@ def test_a_head_that_knows_the_overlap_reaches_the_ceiling_and_is_calibrated() -
     assert (found["ece_after"] < 0.02).all() and (found["ece_before"] > 0.05).all()
     assert (found["brier_after"] < found["brier_before"]).all()
     np.testing.assert_allclose(found["survival"], labels.mean(0))
+    np.testing.assert_allclose(found["auc_of_ceiling"], np.ones(3), atol=1e-12)
+    assert found["least_auc_of_ceiling"] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_the_conditional_ranking_looks_at_blocks_that_got_there() -> None:
@@ -34,8 +36,12 @@ def test_the_conditional_ranking_looks_at_blocks_that_got_there() -> None:
     found = assess(logits, labels, np.ones(2), np.full((4, 2), 0.5))
     np.testing.assert_allclose(found["conditional_auc"], [1.0, 1.0])
     np.testing.assert_allclose(found["conditional_auc_ceiling"], [0.5, 0.5])
+    # Of 4 blocks 3 were accepted at 1; of those 1 at 2. Both positions rank perfectly where equal overlaps say nothing.
+    assert found["accepted"].tolist() == [3, 1] and found["rejected"].tolist() == [1, 2]
+    np.testing.assert_allclose(found["auc_of_ceiling"], [2.0, 2.0])
     one_class = assess(logits, np.ones((4, 2)), np.ones(2), np.full((4, 2), 0.5))
     assert np.isnan(one_class["auc_before"]).all() and np.isnan(one_class["conditional_auc"]).all()
+    assert np.isnan(one_class["least_auc_of_ceiling"])
 
 
 def test_the_diagram_has_a_panel_a_position() -> None:

@@ -50,6 +50,18 @@ def test_broken_folders_are_refused_by_name(tmp_path: Path) -> None:
         Records(tmp_path)
 
 
+def test_every_record_knows_its_source_or_none_does(tmp_path: Path) -> None:
+    """A folder that is written again without sources does not keep the old ones."""
+    triples = [(*pair, name) for pair, name in zip(TEXT, ("line 3", "line 1", "über"), strict=True)]
+    write_records(tmp_path, triples, vocab_size=300)
+    assert Records(tmp_path).sources == ["line 3", "line 1", "über"]
+    assert Records(tmp_path).meta["conversations"] == 3
+    write_records(tmp_path, TEXT, vocab_size=300)
+    assert Records(tmp_path).sources is None
+    with pytest.raises(ValueError, match="1 of 3 records name their source"):
+        write_records(tmp_path, [triples[0], *TEXT[1:]], vocab_size=300)
+
+
 def test_records_past_the_end_are_refused(tmp_path: Path) -> None:
     write_records(tmp_path, TEXT, vocab_size=300)
     with pytest.raises(IndexError, match="record 3"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +18,19 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import Calibration, CalibrationTables, load_tables
+from dspark_jax.calibrate.assess import diagram
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.engine.policy import Temperatures
 from dspark_jax.engine.request import Checked
-from dspark_jax.evaluate import calibration
+from dspark_jax.evaluate import calibration, command, figures
 from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
 from dspark_jax.evaluate.config import DecodeConfig, Suite
 from dspark_jax.evaluate.recorder import Blocks
 from dspark_jax.generate import generate
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
+from dspark_jax.whole_file import DiskFull
 
 VOCAB, BLOCK = 5, 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,9 +97,128 @@ def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monk
     assert CalibrationRun(config, tmp_path / "out", models).run() == first
     assert decoded == [3]
 
-    other = dataclasses.replace(config, decode=dataclasses.replace(config.decode, seed=3))
-    with pytest.raises(ValueError, match=r"holds records of something else: decode\.seed: 0 -> 3"):
-        CalibrationRun(other, tmp_path / "out", models)
+
+def test_records_of_something_else_are_refused_with_what_differs_and_the_remedy(case: Any, tmp_path: Path) -> None:
+    """Seed, rule or temperature of a table, and the prompts' own tokens: whatever decides the records. A table may be
+    added, and a set may move."""
+    config, models = case
+    out = tmp_path / "out"
+    CalibrationRun(config, out, models)
+
+    def refused(why: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=r"records\.json: .* something else: " + why + "; give another folder, or"):
+            CalibrationRun(dataclasses.replace(config, **changes), out, models)
+
+    refused(r"decode\.seed: 0 -> 3", decode=dataclasses.replace(config.decode, seed=3))
+    refused(r"tables\.greedy\.temperature: 0\.0 -> 0\.5", tables=(TableConfig("greedy", 0.5),))
+    refused(r"fit\.fit\.prompts: 5 -> 2; fit\.fit\.tokens: .*", fit=(Suite("fit", config.fit[0].path, 2),))
+    more = (*config.tables, TableConfig("coupled_t1", 1.0, "coupled"))
+    CalibrationRun(dataclasses.replace(config, tables=more), out, models)
+    CalibrationRun(config, out, models)
+    refused("tables.coupled_t1.verification: 'coupled' -> 'rejection'", tables=(TableConfig("coupled_t1", 1.0),))
+
+    held = config.heldout[0].path
+    moved = held.rename(tmp_path / "moved.jsonl")
+    CalibrationRun(dataclasses.replace(config, heldout=(Suite("held", moved),)), out, models)
+    held.write_text(moved.read_text().replace("[1, 1]", "[1, 2]"))
+    refused("heldout.held.tokens: .*")
+
+
+def test_a_header_of_records_that_a_full_disk_cut_off_is_named(case: Any, tmp_path: Path) -> None:
+    config, models = case
+    CalibrationRun(config, tmp_path / "out", models)
+    header = tmp_path / "out" / "records.json"
+    header.write_text(header.read_text()[:40])
+    with pytest.raises(ValueError, match=r"records\.json: does not say what the records .* or delete this one"):
+        CalibrationRun(config, tmp_path / "out", models)
+
+
+def test_temperatures_that_records_do_not_decide_are_named() -> None:
+    """400 blocks: position 1 has 200 of each; of the 200 left 160 pass position 2, 40 do not. The temperature of
+    position 3 is the grid's largest."""
+    accepted = np.repeat([0, 1, 2, 3], [200, 40, 60, 100])
+    labels = (accepted[:, None] > np.arange(3)).astype(float)
+    found = calibration.doubts(Calibration(np.array([1.0, 2.0, 4.0])), labels)
+    assert len(found) == 2
+    assert found[0].startswith("position 2: its temperature 2 rests on 160 accepted and 40 rejected blocks; 50 of each")
+    assert found[1].startswith("position 3: its temperature 4 is an end of the grid")
+
+
+def test_the_report_shows_counts_shares_of_the_ceiling_and_warnings() -> None:
+    values = {"blocks": 9, "auc_ceiling": [1.0, None], "accepted": [5, 0], "least_auc_of_ceiling": 0.875}
+    table = {"temperature": [1.0, 4.0], "sampling_temperature": 0.0, "warnings": ["position 2: no"], "fit": values}
+    text = calibration.markdown({"greedy": table})
+    assert (
+        "## greedy, fit: 9 blocks" in text and "| accepted | 5 | 0 |" in text and "| auc ceiling | 1.0000 |  |" in text
+    )
+    assert "- greedy, position 2: no" in text and "share of its ceiling (the AUC of 1 - TV itself): 0.875." in text
+    assert "At temperature 0 that ceiling is 1 by construction" in text
+    assert "At temperature 0" not in calibration.markdown({"t1": {**table, "sampling_temperature": 1.0}})
+
+
+def test_a_reliability_diagram_draws_predicted_against_observed_survival(monkeypatch: Any) -> None:
+    """Four blocks, two positions, by hand: of confidences 0.8 three of four were accepted, with T = 2 they are 2/3; of
+    the second position's, a half each, one block survived. One panel a position, beside the diagonal."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda path, columns, rows, draw: drawn.append((columns, rows, draw)) or True)
+    logits = np.array([[np.log(4.0), 0.0]] * 4)
+    labels = np.array([[1, 1], [1, 0], [1, 0], [0, 0]])
+    assert figures.reliability(Path("x.png"), "greedy", diagram(logits, labels, np.array([2.0, 1.0]), 2))
+    ((columns, rows, draw),) = drawn
+    assert (columns, rows) == (2, 1)
+    axes = np.array([[Mock(), Mock()]])
+    for ax in axes.flat:
+        ax.plot.return_value = (Mock(),)
+    draw(axes)
+    for ax, before, after, observed in ((axes[0][0], 0.8, 2 / 3, 0.75), (axes[0][1], 0.4, 1 / 3, 0.25)):
+        lines = [[np.asarray(values) for values in call.args] for call in ax.plot.call_args_list]
+        for line, points in zip(lines, ([[0, 1], [0, 1]], [[before], [observed]], [[after], [observed]]), strict=True):
+            np.testing.assert_allclose(line, points)
+        assert [call.kwargs.get("label") for call in ax.plot.call_args_list] == [None, "before", "after"]
+        np.testing.assert_allclose([call.kwargs["s"] for call in ax.scatter.call_args_list], [[100.0]] * 2)
+    assert axes[0][1].set_title.call_args.args == ("greedy: position 2",)
+
+
+def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installed_file_as_it_was(
+    case: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    config, models = case
+    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
+    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
+    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+    installed = tmp_path / "drafter" / "calibration.json"
+    Calibration(np.full(BLOCK, 2.0)).save(installed)
+    before, write = installed.read_bytes(), Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        if self.parent == installed.parent:
+            write(self, content[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DiskFull, match=r"drafter/calibration\.json: no space left on the disk; .* as it was"):
+        CalibrationRun(config, tmp_path / "out", models).run()
+    assert installed.read_bytes() == before and [p.name for p in installed.parent.iterdir()] == ["calibration.json"]
+
+
+def test_a_command_that_meets_a_full_disk_ends_with_status_3_and_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The command that calibrating and evaluating have in common."""
+    monkeypatch.setattr(command, "keep_programs_in", lambda folder: None)
+    monkeypatch.setattr(command, "begin_logging", lambda: None)
+
+    def full(config: Any, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    argv = ["--config", str(ROOT / "configs/calibrate/smollm2.toml"), "--out", str(tmp_path / "out")]
+    assert command.command(argv, "", CalibrateConfig, full, "report.md") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("stopped: ") and error.count("\n") == 1
+    assert "out: no space left on the disk; records made so far are kept" in error
 
 
 def test_the_held_out_sets_have_their_own_number_of_blocks_and_old_records_are_all_used(
@@ -172,6 +295,7 @@ def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> No
         ("bins=0", "bins must be positive"),
         ("heldout_blocks=-1", "blocks 0 or more"),
         ("fit=[]", "fit must name"),
+        ("fit=[{name='a', path='b'}, {name='a', path='c'}]", "fit: names must differ, found a, a"),
         ("tables=[{name='a', temperature=1}, {name='b', temperature=1}]", "tables must be there and differ"),
         ("tables=[{name='a', temperature=-1}]", "temperature must be"),
         ("speed=1", "unknown key speed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import numpy as np
 import pytest
 
 from dspark_jax.config_toml import from_mapping, load_toml
+from dspark_jax.data.line_file import LineFile
 from dspark_jax.evaluate import decode, run
 from dspark_jax.evaluate.config import DecodeConfig, DrafterEntry, EvaluateConfig, SamplingRun, Suite
+from dspark_jax.evaluate.decode import Job
 from dspark_jax.evaluate.run import Evaluation, plan
+from dspark_jax.evaluate.suites import Task
 from dspark_jax.generate import generate
+from dspark_jax.progress import Progress
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget
 
 VOCAB, BLOCK, NEW = 7, 3, 12
@@ -123,6 +128,23 @@ def test_an_evaluation_measures_what_generate_does_and_resumes(tmp_path: Path, m
     changed = config(tmp_path, decode=DecodeConfig(max_new_tokens=NEW, max_num_seqs=3, max_model_len=40, seed=5))
     with pytest.raises(ValueError, match=r"decode\.seed: 0 -> 5"):
         Evaluation(changed, tmp_path / "out", models["target"]).run()
+
+
+def test_a_record_of_another_prompt_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
+    """The file of prompts was edited: its records do not become those of the new text. A set may still grow, and
+    records that are older than the hash are taken as they are."""
+    tasks = [Task("a", i, (i, 1), 0) for i in range(2)]
+    line: dict[str, Any] = {"suite": "a", "tokens": [1], "committed": [1], "offered": [1], "finish": "length"}
+    line |= {"seconds": 1.0, "emitted": 1}
+    job, settings = Job(SamplingRun("greedy", 0.0), None), DecodeConfig()
+    with closing(LineFile(tmp_path / "plain.jsonl", {})) as file:
+        file.append({**line, "index": 0})
+        file.append({**line, "index": 1, "prompt": decode.digest((1, 1))})
+    with closing(LineFile(tmp_path / "plain.jsonl", {})) as file, Progress(2, "", bar=False) as bar:
+        assert [t.index for t in decode.run_job(None, job, tasks, settings, (), file, bar)] == [0, 1]
+        changed = [tasks[0], Task("a", 1, (1, 2), 0)]
+        with pytest.raises(ValueError, match=r"plain\.jsonl: prompt 1 of a is another one .* or delete this file"):
+            decode.run_job(None, job, changed, settings, (), file, bar)
 
 
 def test_figures_are_written_with_matplotlib_and_left_out_without(

@@ -29,10 +29,10 @@ def smollm2() -> Target:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def shipped_drafter(smollm2: Target) -> Iterator[Drafter]:
-    """The drafter that the package ships for it."""
-    yield load_drafter(SHIPPED_DRAFTERS[0], smollm2, dtype="float32")
+@pytest.fixture(scope="session", params=SHIPPED_DRAFTERS)
+def shipped_drafter(smollm2: Target, request: pytest.FixtureRequest) -> Iterator[Drafter]:
+    """The drafters that the package ships for it, one after the other."""
+    yield load_drafter(request.param, smollm2, dtype="float32")
 
 
 @pytest.fixture(scope="session")

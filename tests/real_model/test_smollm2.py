@@ -16,6 +16,7 @@ from dspark_jax.types import EMPTY
 from tests.real_model.near_ties import Comparison, all_logits
 
 pytestmark = pytest.mark.real_model
+LEAST_LENGTH = 1.25
 
 
 def batch(chats: list[list[int]]) -> tuple[jnp.ndarray, jnp.ndarray]:
@@ -82,6 +83,25 @@ def test_coupled_text_equals_plain_sampled_text_of_the_same_seed(
 ) -> None:
     comparison = Comparison(smollm2, temperature)
     _compare(smollm2, shipped_drafter, chats, comparison, verification="coupled", max_new_tokens=96)
+
+
+def test_a_shipped_drafter_shortens_the_work(smollm2: Target, shipped_drafter: Drafter, chats: list[list[int]]) -> None:
+    """Accepted length, greedy, whole blocks: 1 is what weights that mean nothing give."""
+    prompts, lengths = batch(chats)
+    out = generate(
+        smollm2,
+        shipped_drafter,
+        prompts,
+        lengths,
+        seeds=jnp.zeros(len(chats), jnp.uint32),
+        max_new_tokens=96,
+        sampling=Sampling(temperature=0.0),
+        stop_token_ids=smollm2.config.eos_token_ids,
+    )
+    cycles = [row[row > 0][:-1] for row in np.asarray(out.committed)]  # the last one was cut by the limit
+    tau = np.concatenate(cycles).mean()
+    print(f"{shipped_drafter.name}: accepted length {tau:.2f} over {sum(map(len, cycles))} cycles")
+    assert tau >= LEAST_LENGTH
 
 
 def _compare(target: Target, drafter: Drafter, chats: list[list[int]], comparison: Comparison, **options: Any) -> None:

@@ -18,6 +18,7 @@ import httpx
 import jax
 import pytest
 
+from dspark_jax import load as models
 from dspark_jax.serve import __main__ as server
 from dspark_jax.serve import startup
 from dspark_jax.serve.args import DEFAULT_DRAFTER, DEFAULT_TARGET, Speculation, UsageError, parse_args
@@ -35,6 +36,20 @@ def test_without_a_model_the_embedded_pair_is_served_adaptively() -> None:
         8000,
     )
     assert args.speculation == Speculation(drafter=DEFAULT_DRAFTER, adaptive=True, implied=True)
+
+
+def test_a_method_alone_is_the_drafter_that_is_shipped_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the embedded target, whether it is named or not. Where none is shipped, "model" is missing."""
+    other = f"{DEFAULT_TARGET}-eagle3"
+    config = ["--speculative-config", '{"method": "eagle3"}']
+    monkeypatch.setattr(models, "SHIPPED_DRAFTERS", (DEFAULT_DRAFTER,))
+    with pytest.raises(UsageError, match='"model" is missing'):
+        parse_args(config)
+    monkeypatch.setattr(models, "SHIPPED_DRAFTERS", (DEFAULT_DRAFTER, other))
+    assert parse_args(config).speculation == Speculation(drafter=other, method="eagle3", adaptive=True)
+    assert parse_args([DEFAULT_TARGET, *config]).speculation == Speculation(drafter=other, method="eagle3")
+    with pytest.raises(UsageError, match='"model" is missing'):
+        parse_args(["another/target", *config])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,19 @@ def test_the_drafter_takes_its_shape_from_the_target() -> None:
     assert config.decoder.layers == (layer, layer) and config.decoder.rms_norm_eps == 1e-5
     assert config.num_target_layers == 5 and config.target_layer_ids == (0, 3)
     assert config.method == "dspark" and config.trimmed and config.draft_vocab_size == 20
-    plain = drafter_config(DrafterShape(1, (0,), 1, confidence_head=False), target)
+    plain = drafter_config(DrafterShape(1, (0,), 1, markov_rank=0, confidence_head=False), target)
     assert plain.method == "dflash" and not plain.trimmed and plain.draft_vocab_size == 24
+
+
+def test_dspark_has_the_papers_markov_head_unless_it_is_set_to_none(tmp_path: Path) -> None:
+    """Rank 256, and what a file leaves out stands in a run's config.json as what it means. Chains have none."""
+    left_out = DrafterShape(1, (0,), 1)
+    assert left_out.markov_rank == 256 and dataclasses.asdict(left_out)["markov_rank"] == 256
+    assert DrafterShape(1, (0,), 1, markov_rank=0).markov_rank == 0
+    assert DrafterShape(1, (0,), method="mtp", confidence_head=False).markov_rank == 0
+    text = CONFIGS[0].with_name("smollm2_dspark.toml").read_text().replace("markov_rank = 64\n", "")
+    (tmp_path / "run.toml").write_text(text)
+    assert load_toml(tmp_path / "run.toml", TrainConfig).drafter.markov_rank == 256
 
 
 def _set(name: str, *overrides: str) -> TrainConfig:

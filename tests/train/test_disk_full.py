@@ -17,13 +17,14 @@ import jax
 import numpy as np
 import pytest
 
+from dspark_jax.calibrate import Calibration
 from dspark_jax.data import sharegpt
 from dspark_jax.data.records import Records
 from dspark_jax.train import prepare as module
 from dspark_jax.train.cached_teacher import build
-from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.loop import Run
 from dspark_jax.train.prepare import ANSWERS, PrepareConfig, SamplingConfig, prepare
+from dspark_jax.whole_file import DiskFull
 from tests.train import test_prepare, tiny_run
 
 
@@ -161,6 +162,16 @@ def test_a_run_stops_on_a_full_disk_and_ends_like_one_that_had_room(
     assert [line for line in lines(small / "run") if "ce" in line] == [
         line for line in lines(tmp_path / "whole") if "ce" in line
     ]
+
+
+def test_an_installed_calibration_stays_as_it_was(disk: Callable[[str], Path]) -> None:
+    small = disk("64k")
+    Calibration(np.full(7, 2.0)).save(small / "calibration.json")
+    fill(small)
+    with pytest.raises(OSError, match="No space left"):
+        Calibration(np.full(7, 3.0)).save(small / "calibration.json")
+    assert Calibration.load(small / "calibration.json").temperature[0] == 2.0
+    assert sorted(path.name for path in small.iterdir()) == ["calibration.json", "filler"]
 
 
 def test_cached_teacher_states_are_whole_as_far_as_the_disk_went(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dspark_jax.train.config import OptimConfig
-from dspark_jax.train.folder import Metrics, check_same, is_disk_full, write_whole
+from dspark_jax.train.folder import Metrics, check_same
+from dspark_jax.whole_file import is_disk_full, write_whole
 from tests.train import tiny_run
 
 

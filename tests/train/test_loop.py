@@ -15,10 +15,14 @@ import pytest
 
 from dspark_jax.checkpoint.deepspec import read_deepspec, write_deepspec
 from dspark_jax.data import ngrams
+from dspark_jax.data.records import Records, write_records
 from dspark_jax.drafters.dspark import drafter_specs
+from dspark_jax.progress import Progress
+from dspark_jax.train import warm_start
 from dspark_jax.train.config import RunConfig
-from dspark_jax.train.folder import DiskFull
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
+from dspark_jax.train.read_text import ReadText
+from dspark_jax.whole_file import DiskFull
 from tests.train import tiny_run
 
 
@@ -136,7 +140,9 @@ def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_
     first.run()
     export = first.export(tmp_path / "drafter", quantize=False)
     seen = json.loads((export / "config.json").read_text())["training"]
-    assert seen == {"steps": 4, "positions": int(first.state.positions), "records": 8}
+    assert seen["text"] and {name: value for name, value in seen.items() if name != "text"} == {
+        "steps": 4, "positions": int(first.state.positions), "records": 8, "length": 20, "least_learnt": 2,
+    }  # fmt: skip
 
     again = dataclasses.replace(
         config,
@@ -156,6 +162,102 @@ def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_
     resumed = Run(again, target, tmp_path / "second")
     assert int(resumed.state.step) == 1 and int(resumed.state.cursor) == 10
     np.testing.assert_array_equal(resumed.d2t, first.d2t)
+
+
+def test_a_run_that_goes_on_refuses_settings_under_which_its_cursor_points_at_other_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records 0, 2, 4, ... are shorter. With fewer learnt tokens wanted the cursor would count them too; a shorter
+    length counts others; another text is another text. A folder that moved, text added at its end and another held-out
+    set are fine, and so is a setting that changes nothing about what was read."""
+    texts = [[3 + (i + j) % 20 for j in range(20)] for i in range(12)]
+    masks = [[False] * 4 + [True] * 16 if i % 2 else [False] * 12 + [True] * 8 for i in range(12)]
+
+    def write(name: str, count: int = 12, shift: int = 0) -> Path:
+        records = [([3 + (token + shift) % 20 for token in ids], mask) for ids, mask in zip(texts, masks, strict=True)]
+        write_records(tmp_path / name, records[:count], vocab_size=tiny_run.VOCAB)
+        return tmp_path / name
+
+    base, target = tiny_run.config(tmp_path), tiny_run.target()
+
+    def config(train: Path, **data: Any) -> Any:
+        values: dict[str, Any] = {"train": train, "least_learnt": 10, **data}
+        return dataclasses.replace(base, data=dataclasses.replace(base.data, **values))
+
+    text, run = write("text", 10), tmp_path / "run"
+    tiny_run.interrupt(Run(config(text), target, run), 2, monkeypatch)
+
+    def refused(why: str, train: Path, **data: Any) -> None:
+        with pytest.raises(ValueError, match=why):
+            Run(config(train, **data), target, run)
+
+    refused(r"text: the first 4 usable records are not .* \(data\.least_learnt: 10 -> 2\)", text, least_learnt=2)
+    refused(r"data\.length: 20 -> 12; data\.least_learnt: 10 -> 0", text, length=12, least_learnt=0)
+    refused(r"other: the first 4 usable .* \(another text\).*drafter\.start_from", write("other", shift=1))
+    refused(r"holds another run: data\.first: 0 -> 2$", text, first=2)
+    again = Run(config(write("longer"), length=19, heldout=write("held")), target, run)
+    assert int(again.state.cursor) == 4
+    np.testing.assert_array_equal(again._next_batch().tokens[:, 0], [3 + texts[9][0], 3 + texts[11][0]])
+
+
+def test_a_draft_vocabulary_that_was_lost_comes_back_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another text would count another vocabulary. A table that was exchanged is refused; where a checkpoint of an
+    older version holds none, so is a missing one."""
+    config, target = tiny_run.config(tmp_path), tiny_run.target()
+    run, table = tmp_path / "run", tmp_path / "run" / "d2t.npy"
+    first = Run(config, target, run)
+    tiny_run.interrupt(first, 1, monkeypatch)
+    assert first.d2t is not None
+    table.unlink()
+    monkeypatch.setattr(warm_start, "draft_vocabulary", None)
+    again = Run(config, target, run)
+    np.testing.assert_array_equal(again.d2t, first.d2t)
+    np.testing.assert_array_equal(np.load(table), first.d2t)
+    np.save(table, first.d2t[::-1])
+    with pytest.raises(ValueError, match=r"d2t\.npy: not the draft vocabulary .*; delete the file"):
+        Run(config, target, run)
+    monkeypatch.setattr(Run, "_beside_the_state", lambda self: {})
+    np.save(table, first.d2t)
+    Run(config, target, run)
+    table.unlink()
+    with pytest.raises(ValueError, match=r"d2t\.npy: the draft vocabulary is missing, .* Put the file back"):
+        Run(config, target, run)
+
+
+def test_the_rate_of_tokens_counts_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of 16 tokens in sequences of 20, two a step, 4 s each."""
+    write_records(tmp_path / "train", [([5] * 16, [False] * 4 + [True] * 12)] * 8, vocab_size=tiny_run.VOCAB)
+    config = tiny_run.config(tmp_path)
+    log_steps, counted = Run._log_steps, []
+    monkeypatch.setattr(Run, "_log_steps", lambda self, *a: counted.append(a[3]) or log_steps(self, *a[:2], 4.0, a[3]))
+    texts = []
+    monkeypatch.setattr(Progress, "advance", lambda self, n, text="": texts.append(text))
+    Run(config, tiny_run.target(), tmp_path / "run").run()
+    assert counted == [32] * 4 and all(text.endswith(", 8 tokens/s") for text in texts)
+    assert all(line["seconds_per_step"] == 4.0 for line in _lines(tmp_path / "run"))
+
+
+def test_starting_from_a_drafter_warns_where_text_would_be_repeated_or_passed_over_unread(tmp_path: Path) -> None:
+    """What the drafter read is its first two records of the tiny run's text."""
+    config = tiny_run.config(tmp_path)
+    records = Records(config.data.train)
+
+    def read(train: Records = records, **data: Any) -> ReadText:
+        settings = dataclasses.replace(config.data, **data)
+        return ReadText(train, train.usable(settings.length, settings.least_learnt), settings)
+
+    known = read().identity(2)
+    assert read().doubt(known, 2) is None and read().doubt(known, 6) is None
+    assert "has read the first 2 usable records of" in str(read().doubt(known, 0))
+    assert "text is repeated unless data.first = 2" in str(read().doubt(known, 1))
+    write_records(tmp_path / "other", [([5] * 20, [True] * 20)] * 4, vocab_size=24)
+    other = Records(tmp_path / "other")
+    assert read(other).doubt(known, 0) is None
+    assert "passes over records of" in str(read(other).doubt(known, 2))
+    assert "(with length = 20, least_learnt = 2)" in str(read(other).doubt(known, 2))
+    assert read().doubt({"records": "many", "text": known["text"]}, 0) is None and read().doubt({}, 3) is None
 
 
 def test_a_drafter_of_another_shape_or_of_no_place_is_no_beginning(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ def test_prompts_are_cleaned_and_answered_and_a_killed_preparation_goes_on(tmp_p
     assert all(len(p) + len(a) == 32 for p, a in found)
     meta = Records(tmp_path / "out" / "train").meta
     assert meta["answers"] == "regenerate" and meta["sampling"]["temperature"] == 0.7
+    assert (meta["max_tokens"], meta["min_answer_tokens"], meta["conversations"]) == (32, 8, 3)
+    assert meta["keep_away"] == [str(tmp_path / "eval.jsonl")]
+    for name in ("heldout", "train"):
+        lines = [prompts[int(source.removeprefix("line ")) - 1] for source in Records(tmp_path / "out" / name).sources]
+        assert [f"<u>{line}$\n<a>" for line in lines] == [p for p, _ in texts(tmp_path / "out" / name)]
 
     path = tmp_path / "out" / ANSWERS
     whole = path.read_bytes().splitlines(keepends=True)
@@ -285,6 +290,7 @@ def test_answers_of_the_source_are_kept_and_sets_share_no_conversation(tmp_path:
     assert prepare(config, target(), tmp_path / "out") == {"heldout": 1, "train": 2}
     assert [p for p, _ in texts(tmp_path / "out" / "train")] == ["<u>q2$\n<a>", "<u>q4$\n<a>"]
     assert texts(tmp_path / "out" / "heldout") == [("<u>q1$\n<a>", "answer$")]
+    assert Records(tmp_path / "out" / "train").sources == ["b", "c"]
 
 
 def test_the_recommended_sampling_is_the_configurations_or_the_targets(tmp_path: Path) -> None:

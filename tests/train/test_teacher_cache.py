@@ -175,9 +175,16 @@ def test_a_cache_of_something_else_is_refused_with_the_difference(tmp_path: Path
         build(settings, big, tmp_path / "big", 1)
 
 
-def test_a_run_that_passes_records_over_misses_the_states_of_those_behind_them_before_it_begins(tmp_path: Path) -> None:
-    """Three steps of two records, from record 4 on, are records 4 to 9; there are states of the first six."""
-    settings = config(tmp_path, teacher_cache=tmp_path / "cache", first=4)
-    assert build(settings, tiny_run.target(), tmp_path / "cache", limit=6) == 6
-    with pytest.raises(ValueError, match="of 6 records the states of 4 are missing, the first is record 6; make more"):
-        Run(settings, tiny_run.target(), tmp_path / "run")
+def test_states_begin_where_the_run_does_and_missing_ones_are_named_before_it_begins(tmp_path: Path) -> None:
+    """Three steps of two records, from record 4 on, are records 4 to 9. States of four of them are too few; six are
+    enough. A folder that begins at another record is refused rather than overwritten."""
+    settings, target = config(tmp_path, teacher_cache=tmp_path / "cache", first=4), tiny_run.target()
+    assert build(settings, target, tmp_path / "cache", limit=4) == 4
+    with pytest.raises(ValueError, match="of 6 records the states of 2 are missing, the first is record 8; make more"):
+        Run(settings, target, tmp_path / "run")
+    assert build(settings, target, tmp_path / "cache", limit=6) == 6
+    Run(settings, target, tmp_path / "run")._next_states()
+    with pytest.raises(ValueError, match=r"from record 4 on, and data\.first = 0 begins at record 0; give another"):
+        build(config(tmp_path), target, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"no record has .* behind the 40 that are passed over"):
+        build(config(tmp_path, first=40), target, tmp_path / "other")

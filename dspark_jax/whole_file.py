@@ -1,0 +1,46 @@
+"""Files that are replaced as a whole, and what is said where a disk has no room for them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class DiskFull(RuntimeError):
+    """There is no room to write; what was written before is whole."""
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file: a reader, or a kill, sees the old content or the new one. Where it cannot be written the old
+    one stays, and nothing is left beside it."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """The error, or one that led to it, says that there is no room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in str(error) or "ENOSPC" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def full_disk_is_said(words: str) -> Iterator[None]:
+    """Raises DiskFull with ``words`` where what is done within meets a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFull(words) from error
