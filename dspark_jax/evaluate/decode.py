@@ -68,12 +68,18 @@ class Trace:
     finish: str  # stop | length
     seconds: float  # since the task before it ended
     emitted: int  # tokens of all texts in that time
+    prompt: str = ""  # hash of the prompt's tokens; empty in records that are older than this field
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> Trace:
         """From a line of the record file."""
         lists = {name: tuple(line[name]) for name in ("tokens", "committed", "offered")}
         return cls(**{**line, **lists})
+
+
+def digest(*texts: Sequence[int]) -> str:
+    """Short hash of the token ids of texts, and of where each ends."""
+    return hashlib.sha256(repr([list(map(int, text)) for text in texts]).encode()).hexdigest()[:16]
 
 
 def fingerprint(folder: Path) -> str:
@@ -123,9 +129,17 @@ def run_job(
 ) -> list[Trace]:
     """Decodes the tasks that ``file`` has no record of, and returns the records of all, in the order of ``tasks``.
 
-    The engine is warm and idle; None where nothing is left to decode.
+    The engine is warm and idle; None where nothing is left to decode. Raises ValueError where a record is of another
+    prompt than the task of its number.
     """
     traces = {(t.suite, t.index): t for t in map(Trace.parse, file.lines)}
+    for task in tasks:
+        known = traces.get(task.key)
+        if known is not None and known.prompt not in ("", digest(task.ids)):
+            raise ValueError(
+                f"{file.path}: prompt {task.index} of {task.suite} is another one than was decoded; give another "
+                "folder, or delete this file to decode anew"
+            )
     left = [task for task in tasks if task.key not in traces]
     if engine is None or not left:
         return [traces[task.key] for task in tasks]
@@ -146,6 +160,7 @@ def run_job(
                 finish=result.finish_reason,
                 seconds=round(now - begun, 4),
                 emitted=emitted,
+                prompt=digest(task.ids),
             )
             file.append(dataclasses.asdict(trace))
             traces[task.key] = trace
