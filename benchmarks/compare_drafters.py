@@ -6,56 +6,79 @@
 
 Trains every row with ``scripts/train.py`` for its number of CPU seconds, then decodes the prompts of the evaluation
 with all of them (``scripts/evaluate.py``: full blocks, 24 prompts a set, 128 tokens, bootstrap intervals over prompts),
-and writes one table as Markdown and JSON.
+and writes one table as Markdown and JSON, rows of one training time together.
 
-Time is what the training process computes (user and system time of all its threads, two by default), between lines of
-its log: start-up, compilation, the last checkpoint and the evaluation do not count. Wall-clock time would depend on
-what else the machine does. The first ``PROBE`` steps say what a step costs; from that follows the number of steps of
-the row, the last quarter of them with a falling learning rate (``wsd``). Rows read the same records in the same order;
-a cheaper step sees more of them. The numbers of steps are kept in ``OUT_rows/plans.json`` and used again: with
-``--plan`` all rows are probed on one machine on one day, and may then be trained on others.
+Time is what the training process computes (user and system time of all its threads, two by default): its steps and
+the checkpoints among them, between lines of its log, and the bigram start of a Markov head. Start-up, compilation of
+the steps, the last checkpoint and the evaluation do not count. Wall-clock time would depend on what else the machine
+does. The first ``PROBE`` steps say what a step and such a start cost; from that follows the number of steps of the row,
+the last quarter of them with a falling learning rate (``wsd``). What was really used is measured and stands in the
+table.
 
-Killed and started again, finished rows are kept and a begun one goes on from its last checkpoint. ``--only a,b`` trains
-these rows and compares all that are finished.
+Rows read the same records in the same order; a cheaper step sees more of them. A bigram start reads those records only
+that its row trains on. The trimmed draft vocabulary is counted over the whole training text, the same for all rows.
+
+The numbers of steps are kept in ``OUT_rows/plans.json`` and used again: with ``--plan`` all rows are probed on one
+machine on one day, and may then be trained on others.
+
+Killed and started again, finished rows are kept and a begun one goes on from its last checkpoint; a training process
+ends with this one. ``--only a,b`` trains these rows and compares all that are finished or kept.
 
 Every row that was decoded is also kept in ``OUT_rows/NAME.json`` (``kept_rows.py``). One that is kept there, and has no
-run in ``--runs``, is taken from there: a comparison may be made in pieces, on several days.
+run in ``--runs``, is taken from there: a comparison may be made in pieces, on several days. A row of other settings or
+other text than are asked for now, wherever it comes from, is refused with the difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kept_rows
+import tethered
 from kept_rows import KeptRow
 from report import environment, processor
 
 from dspark_jax.config_toml import load_toml
-from dspark_jax.evaluate.config import EvaluateConfig
+from dspark_jax.data.line_file import differences
+from dspark_jax.data.records import OFFSETS, TOKENS
+from dspark_jax.evaluate.acceptance import LEAST_TRIES
+from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.report import show, table
-from dspark_jax.train.folder import write_whole
+from dspark_jax.train.config import TrainConfig
+from dspark_jax.train.folder import defaults, flat, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
+TRAIN = (sys.executable, str(ROOT / "scripts" / "train.py"))
+EVALUATE = (sys.executable, str(ROOT / "scripts" / "evaluate.py"))
 PROBE = 20
 """Steps that are timed, but for those before the first line of the log, which compile."""
+POLL_S = 0.2
+"""Between two looks at a training process."""
 PLANS = "plans"
+DONE, CPU = "done.json", "cpu_seconds.jsonl"
 NEVER = "run.evaluate_every_s=1e9"
 """No held-out measurements during training: they would count as training."""
+PLANNED = ("optim.total_steps", "optim.decay_steps", "drafter.bigram_records")
+"""Settings that follow from a row's time."""
+ELSEWHERE = ("data.train", "data.heldout", "run.")
+"""Settings that change nothing in what is trained; the text itself is told by ``text_of``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One drafter: a training configuration, its overrides, and drafts a block in the evaluation (0: its own)."""
+    """One drafter: a training configuration, its overrides, and drafts a block in the evaluation (0: its own).
+    seconds: of CPU time; 0: the comparison's."""
 
     name: str
     config: Path
@@ -66,20 +89,38 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Rows to compare. reference: the row that the others' later positions are divided by. seconds: of CPU time, for
-    rows that do not say."""
+    """Rows to compare.
+
+    Attributes:
+        references: the row, for every training time one, that others of that time are divided by.
+        seconds: of CPU time, for rows that do not say.
+        note: what else the reader must know of the rows.
+    """
 
     evaluate: Path
     rows: tuple[Row, ...]
-    reference: str
+    references: tuple[str, ...]
     seconds: float = 1800.0
+    note: str = ""
 
     def __post_init__(self) -> None:
-        names = [row.name for row in self.rows]
-        if len(set(names)) < len(names) or self.reference not in names:
-            raise ValueError(f"rows need different names, one of them {self.reference!r}, found {', '.join(names)}")
-        if PLANS in names:
-            raise ValueError(f"a row cannot be named {PLANS!r}: so is the file of plans beside the rows")
+        rows = tuple(dataclasses.replace(row, seconds=row.seconds or self.seconds) for row in self.rows)
+        object.__setattr__(self, "rows", rows)
+        names = [row.name for row in rows]
+        unknown = set(self.references) - set(names)
+        if len(set(names)) < len(names) or unknown:
+            raise ValueError(f"rows need different names, references among them: {', '.join([*names, *unknown])}")
+        wrong = [name for name in names if name in (PLANS, PLAIN) or "/" in name]
+        if wrong:
+            raise ValueError(f"a row cannot be named {wrong[0]!r}: its name is that of a file, and those are taken")
+        for seconds in dict.fromkeys(row.seconds for row in rows):
+            count = sum(row.seconds == seconds and row.name in self.references for row in rows)
+            if count != 1:
+                raise ValueError(f"references: rows of {seconds:g} CPU seconds need one, found {count}")
+
+    def reference(self, seconds: float) -> str:
+        """The reference of a training time."""
+        return next(row.name for row in self.rows if row.seconds == seconds and row.name in self.references)
 
 
 def cpu_seconds(pid: int) -> float | None:
@@ -91,41 +132,78 @@ def cpu_seconds(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def last_step(metrics: Path) -> int:
-    """Of the last whole line about training."""
-    lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
-    return max((line["step"] for line in map(json.loads, lines) if "ce" in line), default=0)
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines about training of a run's metrics."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [line for line in map(json.loads, lines) if "ce" in line]
 
 
-def leg(row: Row, folder: Path, steps: int, decay: int, threads: int, overrides: list[str]) -> list[tuple[int, float]]:
-    """Trains to ``steps``. Returns (step, CPU seconds) at every line of the log that was seen to appear."""
-    changes = [*overrides, *row.set, NEVER, f"optim.total_steps={steps}", f"optim.decay_steps={decay}"]
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--config", str(row.config), "--out", str(folder)]
-    command += [part for change in changes for part in ("--set", change)]
+def last_step(folder: Path) -> int:
+    """Of the last line about training."""
+    return max((line["step"] for line in metrics(folder)), default=0)
+
+
+def environment_of(threads: int) -> dict[str, Any]:
+    """What ``tethered.start`` takes: a thread of XLA for every core that the process may use."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
-    # A thread of XLA for every core that the process may use.
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
+    return {"cores": cores, "cwd": str(ROOT), "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+
+
+def leg(row: Row, folder: Path, changes: Sequence[str], threads: int) -> list[tuple[int, float]]:
+    """Trains until ``optim.total_steps``. Returns (step, CPU seconds) at every line of the log that was seen to appear,
+    and appends them to ``CPU`` as well, behind a line ``null`` for the start.
+
+    Raises SystemExit where training ends with an error.
+    """
+    command = [*TRAIN, "--config", str(row.config), "--out", str(folder)]
+    command += [part for change in changes for part in ("--set", change)]
+    # Lines up to this step are there; a process that goes on rewinds them, and compiles until it has the first again.
+    known = last_step(folder)
+    process = tethered.start(command, **environment_of(threads))
     seen: list[tuple[int, float]] = []
     try:
-        known = last_step(folder / "metrics.jsonl")
         while process.poll() is None:
-            step, used = last_step(folder / "metrics.jsonl"), cpu_seconds(process.pid)
-            if step != known and used is not None:
+            step, used = last_step(folder), cpu_seconds(process.pid)
+            if step > known and used is not None:
+                with open(folder / CPU, "a", encoding="utf-8") as file:
+                    file.write("" if seen else "null\n")
+                    file.write(json.dumps([step, used]) + "\n")
                 seen.append((step, used))
                 known = step
-            time.sleep(0.2)
+            time.sleep(POLL_S)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        tethered.stop(process)
     if process.returncode:
         raise SystemExit(f"{row.name}: training ended with status {process.returncode}")
     return seen
+
+
+def cpu_of_steps(folder: Path, steps: int) -> float | None:
+    """CPU seconds of ``steps`` steps, from ``CPU``; None where none was timed.
+
+    Of a stretch that was timed twice, since the first time was lost, the second counts. Steps that were not timed
+    (before the first line of a start: they compile) count as the mean of the others.
+    """
+    path = folder / CPU
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    each: list[float | None] = [None] * steps
+    before: tuple[int, float] | None = None
+    for line in map(json.loads, lines):
+        if line is not None and before is not None:
+            begin, end = before[0], min(line[0], steps)
+            each[begin:end] = [(line[1] - before[1]) / (line[0] - begin)] * (end - begin)
+        before = line
+    timed = [x for x in each if x is not None]
+    return sum(timed) * steps / len(timed) if timed else None
+
+
+def cpu_of_start(folder: Path) -> float:
+    """CPU seconds of the last start that made the beginning of a drafter; 0 where that takes no time worth counting."""
+    path = folder / "environment.jsonl"
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
+    found = [line["bigram_start_cpu_seconds"] for line in lines if "bigram_start_cpu_seconds" in line]
+    return found[-1] if found else 0.0
 
 
 class Plans:
@@ -141,8 +219,8 @@ class Plans:
     def of(self, row: Row, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
         """The plan of a row, None where it was not probed yet. Raises SystemExit where it is for something else."""
         found = self._known.get(row.name)
-        if found is not None and {key: found[key] for key in wanted} != wanted:
-            raise SystemExit(f"{self.path}: {row.name} was probed otherwise ({found} instead of {wanted}); delete it")
+        if found is not None:
+            require(found, wanted, f"{self.path}: {row.name} was probed", "delete its entry there to probe it anew")
         return found
 
     def add(self, row: Row, plan: dict[str, Any]) -> None:
@@ -152,111 +230,206 @@ class Plans:
         write_whole(self.path, json.dumps(self._known, indent=1) + "\n")
 
 
-def wanted_of(row: Row, seconds: float, threads: int) -> dict[str, Any]:
-    """What decides a row's number of steps."""
-    return {"seconds": seconds, "threads": threads, "set": list(row.set)}
+def text_of(folder: Path) -> str | None:
+    """Short hash of a training text: where its records end, and its first MiB. None where it is not here."""
+    if not ((folder / OFFSETS).is_file() and (folder / TOKENS).is_file()):
+        return None
+    digest = hashlib.sha256((folder / OFFSETS).read_bytes())
+    with open(folder / TOKENS, "rb") as file:
+        digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:16]
 
 
-def probe(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str], plans: Plans) -> dict[str, Any]:
+def wanted_of(row: Row, threads: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """What decides a row: its time, and all settings of its training with those that are overridden, by name. Raises
+    ValueError, FileNotFoundError for a configuration that cannot be used."""
+    config = load_toml(row.config, TrainConfig, [*overrides, *row.set])
+    settings = flat(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+    for name in [name for name in settings if name.startswith((*PLANNED, *ELSEWHERE))]:
+        del settings[name]
+    settings["data.teacher_cache"] = config.data.teacher_cache is not None  # what a step costs, wherever it lies
+    return {"seconds": row.seconds, "threads": threads, "text": text_of(config.data.train), "settings": settings}
+
+
+def require(known: Mapping[str, Any], wanted: Mapping[str, Any], place: str, remedy: str) -> None:
+    """Raises SystemExit, with the differences and the remedy, where ``known`` was made for something else.
+
+    A setting that was not known then counts as its default. A text that is not here is not compared.
+    """
+    was = {key: known.get(key) for key in wanted}
+    if isinstance(was["settings"], Mapping):
+        standard = {key: value for key, value in defaults(TrainConfig).items() if key in wanted["settings"]}
+        was["settings"] = {**standard, **was["settings"]}
+    if wanted["text"] is None:
+        del was["text"]
+    wrong = differences(was, {key: wanted[key] for key in was})
+    if wrong:
+        raise SystemExit(f"{place} otherwise ({'; '.join(wrong)}): {remedy}, or take the settings from then")
+
+
+def changes_of(row: Row, overrides: Sequence[str], wanted: Mapping[str, Any], steps: int, decay: int) -> list[str]:
+    """The overrides of a training of ``steps`` steps, the last ``decay`` with a falling rate."""
+    changes = [*overrides, *row.set, NEVER, f"optim.total_steps={steps}", f"optim.decay_steps={decay}"]
+    if wanted["settings"]["drafter.bigram_start"]:
+        changes.append(f"drafter.bigram_records={steps * wanted['settings']['data.batch']}")
+    return changes
+
+
+def probe(
+    row: Row, folder: Path, wanted: Mapping[str, Any], threads: int, overrides: Sequence[str], plans: Plans
+) -> dict[str, Any]:
     """How many steps a row gets. Where no plan says, ``PROBE`` steps are trained in a folder beside ``folder``."""
-    wanted = wanted_of(row, seconds, threads)
     known = plans.of(row, wanted)
     if known is None:
         place = folder.with_name(folder.name + "-probe")
         shutil.rmtree(place, ignore_errors=True)  # one that was not finished
-        seen = leg(row, place, PROBE, 0, threads, overrides)
+        seen = leg(row, place, changes_of(row, overrides, wanted, PROBE, 0), threads)
+        start = cpu_of_start(place)  # by far the most of it does not depend on the number of records
         shutil.rmtree(place)
-        (first, begun), (last, ended) = seen[0], seen[-1]
-        if last == first:
+        if len(seen) < 2:
             raise SystemExit(f"{row.name}: fewer than two lines of the log in {PROBE} steps; lower run.log_every")
+        (first, begun), (last, ended) = seen[0], seen[-1]
         per_step = (ended - begun) / (last - first)
-        steps = max(PROBE + 4, round(seconds / per_step))
-        known = {**wanted, "steps": steps, "probe_seconds_per_step": round(per_step, 4), "processor": processor()}
+        if per_step <= 0:
+            raise SystemExit(f"{row.name}: {last - first} steps took no CPU time that can be measured")
+        every = load_toml(row.config, TrainConfig, [*overrides, *row.set]).run.log_every
+        steps = int((row.seconds - start) / per_step) // every * every  # the last one has a line, too
+        if steps <= PROBE:
+            raise SystemExit(
+                f"{row.name}: {row.seconds:g} CPU seconds are too few: a step takes {per_step:.3g}, the start "
+                f"{start:.3g}, and {PROBE} steps were needed to find that out; give it more seconds"
+            )
+        known = {**wanted, "steps": steps, "probe_seconds_per_step": round(per_step, 4)}
+        known |= {"probe_start_seconds": start, "processor": processor()}
         plans.add(row, known)
     return known
 
 
-def train(row: Row, folder: Path, seconds: float, threads: int, overrides: list[str], plans: Plans) -> dict[str, Any]:
+def train(
+    row: Row, folder: Path, wanted: Mapping[str, Any], threads: int, overrides: Sequence[str], plans: Plans
+) -> dict[str, Any]:
     """Trains a row for its time; returns what is to be said about it. A finished one is left as it is."""
-    done = folder / "done.json"
-    wanted = wanted_of(row, seconds, threads)
+    done = folder / DONE
     if done.is_file():
         known = json.loads(done.read_text())
-        if {key: known[key] for key in wanted} != wanted:
-            raise SystemExit(
-                f"{folder} was trained otherwise ({known} instead of {wanted}); delete it or change --runs"
-            )
+        require(known, wanted, f"{folder} was trained", "delete it to train the row anew, change --runs")
         return known
-    plan = probe(row, folder, seconds, threads, overrides, plans)
+    plan = probe(row, folder, wanted, threads, overrides, plans)
     steps = plan["steps"]
-    seen = leg(row, folder, steps, steps // 4, threads, overrides)
-    line = next(x for x in reversed(metrics(folder)) if "ce" in x)
-    cost = (seen[-1][1] - seen[0][1]) / max(seen[-1][0] - seen[0][0], 1) if len(seen) > 1 else None
+    leg(row, folder, changes_of(row, overrides, wanted, steps, steps // 4), threads)
+    line, used, start = metrics(folder)[-1], cpu_of_steps(folder, steps), cpu_of_start(folder)
     result = {**wanted, "steps": steps, "positions": line["positions"], "records": line["records"]}
-    result |= {"cpu_seconds_per_step": None if cost is None else round(cost, 3)}
-    result["probe_seconds_per_step"] = plan["probe_seconds_per_step"]
-    done.write_text(json.dumps(result))
+    result["cpu_seconds"] = None if used is None else round(used + start, 2)
+    result["start_cpu_seconds"] = start
+    result |= {key: plan[key] for key in ("probe_seconds_per_step", "probe_start_seconds")}
+    write_whole(done, json.dumps(result) + "\n")
     return result
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def kept_row(file: Path, row: Row, wanted: Mapping[str, Any]) -> KeptRow:
+    """A row from its file. Raises SystemExit where it is none, or one of other settings."""
+    try:
+        found = KeptRow.load(file)
+    except ValueError as error:
+        raise SystemExit(f"{error}; delete it") from error
+    require(found.trained, wanted, f"{file} was trained", "delete it to train the row anew, change --out")
+    drafts = row.drafts or wanted["settings"]["drafter.block_size"]
+    if found.drafts != drafts:
+        raise SystemExit(f"{file} was decoded with {found.drafts} drafts a block, not {drafts}: delete it")
+    return found
 
 
 def evaluate(config: CompareConfig, rows: list[Row], runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Decodes with all rows, the reference first."""
-    rows = sorted(rows, key=lambda row: row.name != config.reference)
+    """Decodes with all rows. Raises SystemExit where that ends with an error."""
     entries = ", ".join(
         f'{{name="{row.name}", path="{runs / row.name / "drafter"}", num_speculative_tokens={row.drafts}}}'
         for row in rows
     )
-    command = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), "--config", str(config.evaluate)]
-    command += ["--out", str(runs / "evaluation")]
+    command = [*EVALUATE, "--config", str(config.evaluate), "--out", str(runs / "evaluation")]
     for change in (f"drafters=[{entries}]", "thresholds=[]", *overrides):
         command += ["--set", change]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    process = tethered.start(command, **environment_of(len(os.sched_getaffinity(0))))
+    try:
+        status = process.wait()
+    finally:
+        tethered.stop(process)
+    if status:
+        raise SystemExit(
+            f"the evaluation ended with status {status}, for the reason above; where a row was trained anew, delete "
+            f"what was decoded with the old drafter: {runs / 'evaluation' / 'records'}/*/NAME.jsonl"
+        )
     return json.loads((runs / "evaluation" / "results.json").read_text())
 
 
+def measure(
+    config: CompareConfig, rows: Sequence[KeptRow], groups: Mapping[str, str], resamples: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Every way of sampling: all rows, by training time, each with its ``seconds`` and its ``reference``.
+
+    Raises ValueError where rows were trained on another text or decoded otherwise.
+    """
+    first = rows[0]
+    for row in rows[1:]:
+        if row.trained["text"] != first.trained["text"]:
+            raise ValueError(f"{row.name} and {first.name} were trained on different text: train one of them anew")
+    kept_rows.require_alike(rows)
+    found: dict[str, list[dict[str, Any]]] = {}
+    seconds = {row.name: row.seconds for row in config.rows}
+    for time_s in dict.fromkeys(row.seconds for row in config.rows):
+        mine, reference = [row for row in rows if seconds[row.name] == time_s], config.reference(time_s)
+        if not mine:
+            continue
+        for run, entries in kept_rows.measure(mine, reference, groups, resamples).items():
+            found.setdefault(run, []).extend({**e, "seconds": time_s, "reference": reference} for e in entries)
+    return found
+
+
+HEAD = """# Drafters at equal training time
+
+CPU seconds of the training process (all threads), measured, a bigram start of the Markov head included; start-up and
+compilation not counted. Accepted length by rolled-out decoding, full blocks. Brackets: 95 % intervals, prompts
+resampled within their sets. Later positions: of all drafts behind position 1 whose predecessors in the block were
+accepted, the share that was accepted (pooled); its ratio to the reference over the positions, in parentheses, that both
+drafters have, the same prompts resampled for both. The mean of positions gives each the same weight, and takes those
+with at least {tries} tries in both. Tries: blocks that reached a position. Rows are compared with those of the same
+training time. All read the same records in the same order and share one trimmed draft vocabulary, counted over the
+whole training text; a bigram start reads those records only that its row trains on.
+"""
+
+
 def markdown(config: CompareConfig, trained: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Any]) -> str:
-    """The table of every way of sampling."""
-    parts = [
-        "# Drafters at equal training time\n",
-        "CPU seconds of the training process (all threads), start-up and compilation not counted; accepted length by "
-        "rolled-out decoding, full blocks. Brackets: 95 % intervals, prompts resampled within their sets. Later "
-        f"positions: mean conditional acceptance at positions 2 to the last, and its ratio to {config.reference}.\n",
-    ]
+    """The tables of every way of sampling, one a training time."""
+    parts = [HEAD.format(tries=LEAST_TRIES)]
+    if config.note:
+        parts.append(config.note.strip() + "\n")
     for run, rows in runs.items():
         groups = [name for name in rows[0]["tau"] if name not in ("all", "macro")]
-        head = [
-            "drafter",
-            "CPU s",
-            "steps",
-            "positions",
-            "accepted length, macro",
-            *groups,
-            "position 1",
-            "later",
-            "ratio",
-        ]
-        body = []
-        for entry in rows:
-            known = trained[entry["name"]]
-            used = known["probe_seconds_per_step"]
-            cells = [
-                f"{used * known['steps']:.0f}",
-                str(known["steps"]),
-                f"{known['positions'] / 1e6:.2f} M",
-            ]
-            cells += [show(entry["tau"][name], 2) for name in ("macro", *groups)]
-            cells += [show(entry["conditional"][0], 3), show(entry["later"], 3), show(entry.get("later_ratio"), 2)]
-            body.append([entry["name"], *cells])
-        parts += [f"## {run}\n", table(head, body)]
+        for seconds in dict.fromkeys(entry["seconds"] for entry in rows):
+            mine = [entry for entry in rows if entry["seconds"] == seconds]
+            to = f"to {mine[0]['reference']}"
+            head = ["drafter", "CPU s", "steps", "positions", "accepted length, macro", to, *groups]
+            head += ["position 1", "later, pooled", to, "mean of positions, " + to, "tries of position 1, 2, ..."]
+            body = []
+            for entry in mine:
+                known = trained[entry["name"]]
+                used = known["cpu_seconds"]
+                cells = [
+                    "" if used is None else f"{used:.0f}",
+                    str(known["steps"]),
+                    f"{known['positions'] / 1e6:.2f} M",
+                ]
+                cells += [show(entry["tau"]["macro"], 2), show(entry.get("tau_ratio"), 2)]
+                cells += [show(entry["tau"][name], 2) for name in groups]
+                cells += [show(entry["conditional"][0], 3), show(entry["later_pooled"], 3)]
+                cells += [
+                    show(entry.get(name), 2, positions=True) for name in ("later_pooled_ratio", "later_mean_ratio")
+                ]
+                body.append([entry["name"], *cells, ", ".join(map(str, entry["tried"]))])
+            parts += [f"## {run}, {seconds:g} CPU seconds\n", table(head, body)]
     return "\n".join(parts)
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "compare" / "smollm2.toml")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the training runs and the evaluation")
@@ -272,32 +445,45 @@ def main() -> None:
     parser.add_argument(
         "--set-evaluate", action="append", default=[], metavar="a.b=c", help="overrides the evaluation's"
     )
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    # So that a child is stopped, and not only when this process is gone.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        compare(args)
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"compare_drafters: {error}") from error
+
+
+def compare(args: argparse.Namespace) -> None:
+    """The command. Raises SystemExit, ValueError, FileNotFoundError with one line that says what is wrong."""
     config, runs = load_toml(args.config, CompareConfig, args.set), args.runs.absolute()
     chosen = set(filter(None, args.only.split(",")))
     unknown = chosen - {row.name for row in config.rows}
     if unknown:
-        parser.error(f"--only: no such rows: {', '.join(sorted(unknown))}")
+        raise ValueError(f"--only: no such rows: {', '.join(sorted(unknown))}")
     store = args.out.with_name(args.out.name + "_rows")
     plans = Plans(store / f"{PLANS}.json")
+    wanted = {row.name: wanted_of(row, args.threads, args.set_all) for row in config.rows}
     trained: dict[str, dict[str, Any]] = {}
     kept: dict[str, KeptRow] = {}
     for row in config.rows:
-        folder, file = runs / row.name, store / f"{row.name}.json"
-        if file.is_file() and not folder.exists():
-            try:
-                kept[row.name] = KeptRow.load(file)
-            except ValueError as error:
-                parser.error(f"{error}; delete it")
+        folder, file, mine = runs / row.name, store / f"{row.name}.json", not chosen or row.name in chosen
+        finished = (folder / DONE).is_file()
+        if file.is_file() and not finished and not (folder.exists() and mine):
+            kept[row.name] = kept_row(file, row, wanted[row.name])
             continue
-        if chosen and row.name not in chosen and not (folder / "done.json").is_file():
+        if not mine and not finished:
             continue
-        seconds = row.seconds or config.seconds
-        print(f"{row.name}: {seconds:g} CPU seconds", flush=True)
+        print(f"{row.name}: {row.seconds:g} CPU seconds", flush=True)
+        about = (row, folder, wanted[row.name], args.threads, args.set_all, plans)
         if args.plan:
-            print(f"{row.name}: {probe(row, folder, seconds, args.threads, args.set_all, plans)['steps']} steps")
+            print(f"{row.name}: {probe(*about)['steps']} steps")
         else:
-            trained[row.name] = train(row, folder, seconds, args.threads, args.set_all, plans)
+            trained[row.name] = train(*about)
     if args.plan:
         return
     changes = list(args.set_evaluate)
@@ -315,21 +501,23 @@ def main() -> None:
             kept[name] = KeptRow.of(name, facts, runs / "evaluation", results, made)
             kept[name].save(store)
     if not kept:
-        parser.error(f"nothing to compare: no row is trained in {args.runs} or kept in {store}")
+        raise ValueError(f"nothing to compare: no row is trained in {args.runs} or kept in {store}")
     settings = load_toml(config.evaluate, EvaluateConfig, changes)
     rows = [kept[row.name] for row in config.rows if row.name in kept]
     groups = {suite.name: suite.group for suite in settings.suites}
     try:
-        measured = kept_rows.measure(rows, config.reference, groups, settings.bootstrap)
+        measured = measure(config, rows, groups, settings.bootstrap)
     except ValueError as error:
-        parser.error(f"{error} (rows kept in {store})")
+        raise ValueError(f"{error} (rows kept in {store})") from error
     text = markdown(config, {row.name: row.trained for row in rows}, measured)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    content = {**made, "reference": config.reference, "trained": {row.name: dict(row.trained) for row in rows}}
+    write_whole(args.out.with_suffix(".md"), text)
+    content = {**made, "references": list(config.references), "trained": {row.name: dict(row.trained) for row in rows}}
     content |= {"settings": dict(rows[0].headers), "runs": measured}
-    args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(args.out.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
     print(text)
+    for name in trained:
+        print(f"{name}: exported to {runs / name / 'drafter'}; copy it from there before the run is deleted")
 
 
 if __name__ == "__main__":

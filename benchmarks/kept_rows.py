@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dspark_jax.data.line_file import differences
 from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.decode import Trace
@@ -58,7 +59,13 @@ class KeptRow:
             headers[run] = {key: value for key, value in header.items() if key != "drafter"}
             mine = next(row for row in rows if row["name"] == name)
             found = {(line["suite"], line["index"]): line for line in records}
-            wanted = [key for key in sorted(found) if key[1] < results["suites"].get(key[0], 0)]
+            # An earlier evaluation may have decoded more prompts. Those of this one are the first of their set, but
+            # their numbers have gaps where a prompt was too long.
+            wanted = [
+                key
+                for suite, count in sorted(results["suites"].items())
+                for key in sorted(key for key in found if key[0] == suite)[:count]
+            ]
             traces[run] = [_plain(found[key]) for key in wanted]
             facts[run] = {key: mine[key] for key in ("equal_texts", "prompts") if key in mine}
         drafts = len(mine["histogram"]) - 1
@@ -70,7 +77,10 @@ class KeptRow:
         head = {"name": self.name, "trained": self.trained, "drafts": self.drafts, "headers": self.headers}
         head |= {"facts": self.facts, "made": self.made}
         prompts = {
-            run: [[t.suite, t.index, list(t.committed), list(t.offered), t.finish, len(t.tokens)] for t in traces]
+            run: [
+                [t.suite, t.index, list(t.committed), list(t.offered), t.finish, len(t.tokens), t.prompt]
+                for t in traces
+            ]
             for run, traces in self.traces.items()
         }
         lines = [json.dumps(head)[:-1] + ', "prompts": {']
@@ -86,8 +96,8 @@ class KeptRow:
             found = json.loads(path.read_text(encoding="utf-8"))
             traces = {
                 run: [
-                    Trace(suite, index, (0,) * tokens, tuple(committed), tuple(offered), finish, 0.0, 0)
-                    for suite, index, committed, offered, finish, tokens in rows
+                    Trace(suite, index, (0,) * tokens, tuple(committed), tuple(offered), finish, 0.0, 0, prompt)
+                    for suite, index, committed, offered, finish, tokens, prompt in rows
                 ]
                 for run, rows in found.pop("prompts").items()
             }
@@ -101,24 +111,36 @@ def _plain(line: Mapping[str, Any]) -> Trace:
     return dataclasses.replace(trace, tokens=(0,) * len(trace.tokens), seconds=0.0, emitted=0)
 
 
+def require_alike(rows: Sequence[KeptRow]) -> None:
+    """Raises ValueError where two rows were not decoded from the same prompts in the same way."""
+    first = rows[0]
+    for row in rows[1:]:
+        for run in {**first.headers, **row.headers}:
+            wrong = differences(first.headers.get(run), row.headers.get(run))
+            mine, its = ({(t.suite, t.index): t.prompt for t in r.traces.get(run, ())} for r in (first, row))
+            if mine.keys() != its.keys():
+                wrong.append(f"{len(mine.keys() ^ its.keys())} prompts that only one of them has")
+            other = [key for key in mine.keys() & its.keys() if mine[key] != its[key]]
+            if other:
+                wrong.append(f"{len(other)} prompts of other content, the first {' '.join(map(str, min(other)))}")
+            if wrong:
+                raise ValueError(
+                    f"{row.name} and {first.name} were decoded otherwise ({run}: {'; '.join(wrong)}): decode both "
+                    "anew, or compare them apart"
+                )
+
+
 def measure(
     rows: Sequence[KeptRow], reference: str, groups: Mapping[str, str], resamples: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Every way of sampling: the rows as ``evaluate.report`` measures them, the reference first. Ratios are to the
     reference; there are none where it is missing. Speeds are left out: rows may be of different days.
 
-    Raises ValueError where two rows were not decoded from the same prompts in the same way.
+    Raises what ``require_alike`` raises.
     """
     rows = sorted(rows, key=lambda row: row.name != reference)
+    require_alike(rows)
     first = rows[0]
-    for row in rows[1:]:
-        for run, header in first.headers.items():
-            mine, its = ({(t.suite, t.index) for t in r.traces.get(run, ())} for r in (first, row))
-            if row.headers.get(run) != header or mine != its:
-                raise ValueError(
-                    f"{row.name} and {first.name} were decoded otherwise ({run}): decode both anew, or compare them "
-                    "apart"
-                )
     found = {}
     for run in first.headers:
         traces = {row.name: row.traces[run] for row in rows}
@@ -128,7 +150,7 @@ def measure(
             entry.pop("tokens_per_s")
             entry |= row.facts[run]
             if first.name != reference:
-                for name in ("tau_ratio", "later_ratio", "later_pooled_ratio"):
-                    entry.pop(name, None)
+                for name in [name for name in entry if name.endswith("_ratio")]:
+                    del entry[name]
         found[run] = entries
     return found

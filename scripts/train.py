@@ -1,8 +1,8 @@
 """Trains a drafter: ``python scripts/train.py --config configs/train/smollm2_dspark.toml --out runs/first``.
 
-Started again on the same folder, a run goes on from its last checkpoint. ``--set devices=0`` splits a batch over all
-devices; with several processes, start the same command on each with ``--coordinator HOST:PORT --processes N
---process I`` and a folder that all of them see.
+Started again on the same folder, a run goes on from its last checkpoint; while it runs, a second one in its folder is
+refused. ``--set devices=0`` splits a batch over all devices; with several processes, start the same command on each
+with ``--coordinator HOST:PORT --processes N --process I`` and a folder that all of them see.
 
 Exit status: 0 done; 2 refused (configuration, data, another run's folder); 3 stopped (no text left, no finite loss, no
 room on the disk, a damaged file of cached teacher states), with the last checkpoint whole.
@@ -21,6 +21,7 @@ from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.load import target_config
 from dspark_jax.train.config import TrainConfig
+from dspark_jax.train.folder import hold
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
 from dspark_jax.whole_file import DiskFull, full_disk_is_said
 
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         config = load_toml(args.config, TrainConfig, args.set)
         with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
             read_input(config, args.out, target_config(config.target))  # before the target's weights are read
+            if args.export_only is None and args.process == 0:
+                hold(args.out)  # before the checkpoint is read that another process may be about to replace
             made.append(Run(config, load_target(config.target), args.out))
 
     if status := exit_status(make, DiskFull):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import sys
@@ -133,6 +134,27 @@ def test_training_of_a_chain_refuses_taps_data_and_its_beginning_before_the_targ
     error = told(train.main, argv, capsys)
     for word in named.split(" .* "):
         assert word in error
+
+
+def test_a_second_training_process_of_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lock that another open file has is as another process's. Nothing of the folder is read or written before."""
+    train = script("train")
+    monkeypatch.setattr(train, "load_target", load_target)
+    target, text = target_directory(tmp_path / "target"), tiny_run.records(tmp_path / "text", 8)
+    lines = [f'target = "{target}"', "[data]", f'train = "{text}"', f'heldout = "{text}"', "length = 20", "anchors = 6"]
+    lines += ["heldout_batches = 1", "heldout_anchors = 4", "[drafter]", "layers = 1", "target_layer_ids = [0]"]
+    (tmp_path / "c.toml").write_text("\n".join([*lines, "mask_token_id = 1", "markov_rank = 4"]))
+    out = tmp_path / "out"
+    out.mkdir()
+    with open(out / "lock", "w") as other:
+        other.write("4711\n")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        error = told(train.main, ["--config", str(tmp_path / "c.toml"), "--out", str(out)], capsys)
+    assert error == f"error: {out}: process 4711 is training here; wait for it, stop it, or take another folder\n"
+    assert [path.name for path in out.iterdir()] == ["lock"]
 
 
 def test_the_configuration_of_a_target_needs_no_weights(tmp_path: Path) -> None:

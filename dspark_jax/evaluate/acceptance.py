@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from dspark_jax.evaluate.decode import Trace
 
 INTERVAL = (2.5, 97.5)
 """Percentiles of an interval."""
+LEAST_TRIES = 50
+"""Blocks that must have reached a position, all prompts together, for it to count in a mean over positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Sample:
 
     def __init__(self, traces: Sequence[Trace], drafts: int, groups: Mapping[str, str]) -> None:
         counts = [Counts.of(trace, drafts) for trace in traces]
+        self.drafts = drafts
         self.suites = np.array([trace.suite for trace in traces])
         self.groups = np.array([groups.get(trace.suite) or trace.suite for trace in traces])
         self.kept = np.array([c.kept for c in counts])
@@ -82,9 +86,9 @@ class Sample:
         is nothing to divide by.
 
         ``tau/<set>``, ``tau/macro`` (mean over groups), ``tau/all``; ``conditional``: acceptance of draft k given that
-        those before it were accepted; ``later``: its mean over the k >= 2 that some block reached; ``later_pooled``:
-        all their drafts counted together, which few late drafts do not shake; ``rate``: accepted of the offered
-        drafts; ``offered``: drafts a cycle.
+        those before it were accepted; ``later_pooled``: of the drafts k >= 2 that were reached, all counted together,
+        the share that was accepted; ``later_mean``: the plain mean of ``conditional`` over ``reached()``; ``rate``:
+        accepted of the offered drafts; ``offered``: drafts a cycle.
         """
         w = np.ones((1, len(self.kept))) if weights is None else weights
         found = {f"tau/{name}": self._tau(w, self.suites == name) for name in dict.fromkeys(self.suites)}
@@ -92,13 +96,30 @@ class Sample:
         found["tau/macro"] = groups.mean(0)
         found["tau/all"] = self._tau(w, np.ones(len(self.kept), bool))
         found["conditional"] = quotient(w @ self.passed, w @ self.tried)
-        later = found["conditional"][:, 1:]
-        reached = np.isfinite(later)
-        found["later"] = quotient(np.where(reached, later, 0.0).sum(1), reached.sum(1))
-        found["later_pooled"] = quotient(w @ self.passed[:, 1:].sum(1), w @ self.tried[:, 1:].sum(1))
+        found["later_pooled"] = self.pooled(weights, self.drafts)
+        found["later_mean"] = self.mean(weights, self.reached())
         found["rate"] = quotient(w @ self.passed.sum(1), w @ self.offered)
         found["offered"] = quotient(w @ self.offered, w @ self.blocks)
         return found
+
+    def reached(self) -> list[int]:
+        """The positions k >= 2 with at least ``LEAST_TRIES`` tries. They depend on no weights: were they chosen anew in
+        every resample, its mean would be one over other positions, and three tries could weigh as much as a thousand.
+        """
+        return [k for k in range(2, self.drafts + 1) if self.tried[:, k - 1].sum() >= LEAST_TRIES]
+
+    def pooled(self, weights: np.ndarray | None, last: int) -> np.ndarray:
+        """``[R]``: accepted drafts at positions 2 to ``last``, of those that were reached there."""
+        w = np.ones((1, len(self.kept))) if weights is None else weights
+        return quotient(w @ self.passed[:, 1:last].sum(1), w @ self.tried[:, 1:last].sum(1))
+
+    def mean(self, weights: np.ndarray | None, positions: Sequence[int]) -> np.ndarray:
+        """``[R]``: plain mean of the conditional acceptance at ``positions`` (from 1); NaN where there are none."""
+        w = np.ones((1, len(self.kept))) if weights is None else weights
+        at = np.asarray(positions, int) - 1
+        if not at.size:
+            return np.full(len(w), np.nan)
+        return quotient(w @ self.passed[:, at], w @ self.tried[:, at]).mean(1)
 
     def _tau(self, w: np.ndarray, who: np.ndarray) -> np.ndarray:
         return quotient(w[:, who] @ self.kept[who], w[:, who] @ self.cycles[who])
@@ -107,6 +128,34 @@ class Sample:
 def quotient(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """``above / below``, NaN where ``below`` is not positive."""
     return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
+
+
+def ratios(mine: Sample, first: Sample, weights: np.ndarray) -> dict[str, dict[str, Any]]:
+    """What one drafter is to another, with intervals of the same resampled prompts for both.
+
+    ``tau_ratio``: of the macro means. ``later_pooled_ratio``: of the pooled acceptance behind position 1, over the
+    positions that both blocks have. ``later_mean_ratio``: of the plain means over the positions that both reached with
+    at least ``LEAST_TRIES`` tries; it gives every position the same weight, and has the wider interval. The last two
+    name their ``positions``, and are left out where there are none.
+
+    Args:
+        mine, first: of the same prompts in the same order. weights: ``[R, P]`` of ``bootstrap_weights``.
+    """
+    last = min(mine.drafts, first.drafts)
+    reached = [k for k in mine.reached() if k in first.reached()]
+
+    def ratio(statistic: Callable[[Sample, np.ndarray | None], np.ndarray]) -> dict[str, Any]:
+        point, spread = (quotient(statistic(mine, w), statistic(first, w)) for w in (None, weights))
+        low, high = interval(spread)
+        return value(float(point[0]), float(low), float(high))
+
+    found = {"tau_ratio": ratio(lambda sample, w: sample.statistics(w)["tau/macro"])}
+    if last >= 2:
+        pooled = ratio(lambda sample, w: sample.pooled(w, last))
+        found["later_pooled_ratio"] = {**pooled, "positions": list(range(2, last + 1))}
+    if reached:
+        found["later_mean_ratio"] = {**ratio(lambda sample, w: sample.mean(w, reached)), "positions": reached}
+    return found
 
 
 def bootstrap_weights(suites: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:

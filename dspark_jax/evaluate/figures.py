@@ -37,8 +37,8 @@ def acceptance(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> boo
         for i, row in enumerate(rows):
             values = [row["tau"][name] for name in names]
             x = np.arange(len(names)) - 0.4 + step * (i + 0.5)
-            height = np.array([v["value"] for v in values])
-            low, high = (np.array([v[end] for v in values]) for end in ("low", "high"))
+            # None, where nothing could be measured, becomes NaN: no bar.
+            height, low, high = (np.array([v[key] for v in values], float) for key in ("value", "low", "high"))
             left.bar(
                 x, height, step * 0.95, yerr=[np.maximum(height - low, 0), np.maximum(high - height, 0)], capsize=2
             )

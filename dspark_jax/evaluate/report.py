@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.evaluate import figures
-from dspark_jax.evaluate.acceptance import Sample, bootstrap_weights, interval, quotient, value
+from dspark_jax.evaluate.acceptance import LEAST_TRIES, Sample, bootstrap_weights, interval, ratios, value
 from dspark_jax.evaluate.config import PLAIN
 from dspark_jax.evaluate.decode import Trace
 from dspark_jax.whole_file import write_whole
@@ -31,8 +31,9 @@ def row(name: str, traces: Sequence[Trace], sample: Sample, weights: np.ndarray)
         "conditional": [
             value(*map(float, triple)) for triple in zip(point["conditional"][0], *ends["conditional"], strict=True)
         ],
-        "later": scalar("later"),
+        "tried": sample.tried.sum(0).astype(int).tolist(),
         "later_pooled": scalar("later_pooled"),
+        "later_mean": {**scalar("later_mean"), "positions": sample.reached()},
         "rate": scalar("rate"),
         "offered": scalar("offered"),
         "histogram": sample.histogram.astype(int).tolist(),
@@ -51,8 +52,8 @@ def compare(
 ) -> None:
     """Adds to every row what it is against the plain one and against the first drafter, in place.
 
-    ``speed`` (tokens/s over the plain row's), ``equal_texts``; ``tau_ratio``, ``later_ratio`` and
-    ``later_pooled_ratio`` to the first drafter, with intervals of the same resampled prompts.
+    ``speed`` (tokens/s over the plain row's), ``equal_texts``; and what ``acceptance.ratios`` finds to the first
+    drafter.
     """
     plain = next((r for r in rows if r["name"] == PLAIN), None)
     drafters = [r for r in rows if r["name"] != PLAIN]
@@ -62,15 +63,7 @@ def compare(
             pairs = zip(traces[entry["name"]], traces[PLAIN], strict=True)
             entry["equal_texts"] = sum(a.tokens == b.tokens for a, b in pairs)
     for entry in drafters[1:]:
-        mine, first = samples[entry["name"]], samples[drafters[0]["name"]]
-        for name, key in (
-            ("tau_ratio", "tau/macro"),
-            ("later_ratio", "later"),
-            ("later_pooled_ratio", "later_pooled"),
-        ):
-            point = quotient(mine.statistics()[key], first.statistics()[key])[0]
-            low, high = interval(quotient(mine.statistics(weights)[key], first.statistics(weights)[key]))
-            entry[name] = value(float(point), float(low), float(high))
+        entry |= ratios(samples[entry["name"]], samples[drafters[0]["name"]], weights)
 
 
 def measure(
@@ -106,7 +99,10 @@ def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The report as text."""
-    parts = [f"# Evaluation of drafters for {results['target']}\n", HEAD.format(**results["settings"])]
+    parts = [
+        f"# Evaluation of drafters for {results['target']}\n",
+        HEAD.format(**results["settings"], least_tries=LEAST_TRIES),
+    ]
     for name, rows in results["runs"].items():
         parts += [f"## {name}\n", lengths_table(rows), positions_table(rows), speed_table(rows)]
     for name, sweeps in results["sweeps"].items():
@@ -118,7 +114,10 @@ def markdown(results: Mapping[str, Any]) -> str:
 HEAD = """Accepted length: tokens kept a cycle, the target's own token included; the last cycle of a text that reached
 the limit is left out. Every drafter saw the same prompts, sampling and seeds; blocks are verified in full unless a
 threshold is named. {max_new_tokens} new tokens a prompt, {max_num_seqs} texts at once; tokens/s include the prompts.
-Intervals: 95 %, {bootstrap} resamples of the prompts within their sets.
+Intervals: 95 %, {bootstrap} resamples of the prompts within their sets. Behind position 1, pooled: of all drafts whose
+predecessors in the block were accepted, the share that was accepted; its ratio is over the positions that both drafters
+have. The mean of positions gives each the same weight, and takes those with at least {least_tries} tries (for a ratio:
+of both).
 """
 
 
@@ -134,21 +133,25 @@ def positions_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not drafted:
         return ""
     width = max(len(r["conditional"]) for r in drafted)
+    at = [*map(str, range(1, width + 1))]
+    body, tries, counts = [], [], []
+    for r in drafted:
+        empty = [""] * (width - len(r["conditional"]))
+        last = [show(r["later_pooled"], 3), show(r.get("later_pooled_ratio"), 2, positions=True)]
+        last += [show(r["later_mean"], 3, positions=True), show(r.get("later_mean_ratio"), 2, positions=True)]
+        body.append([r["name"], *(show(v, 3) for v in r["conditional"]), *empty, *last])
+        tries.append([r["name"], *map(str, r["tried"]), *empty])
+        counts.append([r["name"], *map(str, r["histogram"]), *empty])
     head = [
         "conditional acceptance at",
-        *map(str, range(1, width + 1)),
-        "mean of 2 and later",
-        "pooled",
-        "pooled, to the first",
+        *at,
+        "2 and later, pooled",
+        "to the first",
+        "mean of positions",
+        "to the first",
     ]
-    body = []
-    for r in drafted:
-        cells = [show(v, 3) for v in r["conditional"]] + [""] * (width - len(r["conditional"]))
-        body.append(
-            [r["name"], *cells, show(r["later"], 3), show(r["later_pooled"], 3), show(r.get("later_pooled_ratio"), 2)]
-        )
-    counts = [[r["name"], *map(str, r["histogram"]), *[""] * (width + 1 - len(r["histogram"]))] for r in drafted]
-    return table(head, body) + "\n" + table(["blocks by accepted drafts", *map(str, range(width + 1))], counts)
+    parts = [table(head, body), table(["tries of position", *at], tries)]
+    return "\n".join([*parts, table(["blocks by accepted drafts", "0", *at], counts)])
 
 
 def speed_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -193,13 +196,25 @@ def sweep_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, body)
 
 
-def show(entry: Mapping[str, float | None] | None, digits: int) -> str:
-    """``1.40 [1.35, 1.46]``; empty for no value."""
+def show(entry: Mapping[str, Any] | None, digits: int, *, positions: bool = False) -> str:
+    """``1.40 [1.35, 1.46]``, with ``positions`` those it is of, ``1.40 [1.35, 1.46] (2-7)``; empty for no value."""
     if entry is None or entry["value"] is None:
         return ""
-    if entry["low"] is None or entry["high"] is None:
-        return f"{entry['value']:.{digits}f}"
-    return f"{entry['value']:.{digits}f} [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
+    text = f"{entry['value']:.{digits}f}"
+    if entry["low"] is not None and entry["high"] is not None:
+        text += f" [{entry['low']:.{digits}f}, {entry['high']:.{digits}f}]"
+    return f"{text} ({spans(entry['positions'])})" if positions and entry.get("positions") else text
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers, those in a row as ``2-7``."""
+    parts: list[list[int]] = []
+    for k in numbers:
+        if parts and parts[-1][-1] == k - 1:
+            parts[-1].append(k)
+        else:
+            parts.append([k])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -69,8 +69,8 @@ class DrafterShape:
         layers: draft layers, shaped like the target's; a chain has one.
         method: ``dspark`` (DFlash, where neither head is asked for), ``eagle3`` or ``mtp``.
         start_from: a drafter of this shape, by name or folder, whose parameters and draft vocabulary the run begins
-            with, and whose positions it counts on from; ``copy_layers``, ``output_scale``, ``bigram_start`` and
-            ``always`` then play no part. Optimizer moments begin anew.
+            with, and whose positions it counts on from; ``copy_layers``, ``output_scale``, ``bigram_start``,
+            ``bigram_records`` and ``always`` then play no part. Optimizer moments begin anew.
         block_size: G, drafts a block; of a chain: the steps it is trained for.
         mask_token_id: of block drafters.
         norms: switches of EAGLE-3.
@@ -80,6 +80,8 @@ class DrafterShape:
             last ones, or those before them as well (``fitted``).
         output_scale: factor of the final norm at the beginning (``warm_start.initial_params``).
         bigram_start: the Markov head begins with the text's bigrams.
+        bigram_records: those of the first so many records that the run trains on, cut as it cuts them; 0: of the whole
+            training text, also of what the run never comes to.
         draft_vocab: tokens of the draft vocabulary, 0 for the whole one.
         always: token ids that belong to it whatever their count.
         block_widths: widths listed in the checkpoint as trained.
@@ -97,6 +99,7 @@ class DrafterShape:
     markov_rank: int = BY_METHOD
     markov_head: str = "vanilla"
     bigram_start: bool = False
+    bigram_records: int = 0
     confidence_head: bool = True
     draft_vocab: int = 0
     always: tuple[int, ...] = ()
@@ -110,6 +113,8 @@ class DrafterShape:
             raise ValueError(
                 f"markov_rank and sliding_window must be 0 or more, found {self.markov_rank} and {self.sliding_window}"
             )
+        if self.bigram_records < 0:
+            raise ValueError(f"bigram_records must be 0 (all) or more, found {self.bigram_records}")
         if self.method == "dspark":
             return
         heads = ("markov_rank", "bigram_start", "confidence_head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -26,6 +27,39 @@ MAY_CHANGE = ("optim.total_steps", "optim.decay_steps", "run.", "data.", "device
 was read is checked with the checkpoint (``read_text.py``)."""
 MUST_STAY = ("data.first:",)
 """Of those: the cursor of a run that goes on no longer looks at it."""
+
+
+_HELD: dict[Path, int] = {}
+"""Locks of this process by folder, as open file descriptors: they end with it, however it ends."""
+
+
+def hold(folder: Path) -> None:
+    """Makes this process the only one that trains in ``folder``, until it ends; another Run of it may follow.
+
+    Raises ValueError, naming the folder and the process, where another process has the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / "lock"
+    known = _HELD.get(path)
+    if known is not None:
+        if path.exists() and os.path.samestat(os.fstat(known), path.stat()):
+            return
+        os.close(known)  # the folder was deleted since
+        del _HELD[path]
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(file, 20, 0).decode().strip()
+        os.close(file)
+        raise ValueError(
+            f"{folder}: process {owner or 'unknown'} is training here; wait for it, stop it, or take another folder"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        LOG.warning("%s cannot be locked (%s): see to it that nothing else trains here", folder, error)
+    _HELD[path] = file
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
 
 
 def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None:

@@ -1,8 +1,8 @@
 """A training run: resume, step, measure, save. What it writes, it writes into one folder.
 
-``config.json``, ``environment.jsonl`` (a line a start), ``metrics.jsonl``, ``checkpoints/`` (orbax), ``drafter/`` (the
-newest export in DeepSpec's layout), ``d2t.npy``. Killed at any moment and started again, a run goes on from its last
-checkpoint with the same numbers as one that was never killed.
+``config.json``, ``environment.jsonl`` (a line a start), ``lock``, ``metrics.jsonl``, ``checkpoints/`` (orbax),
+``drafter/`` (the newest export in DeepSpec's layout), ``d2t.npy``. Killed at any moment and started again, a run goes
+on from its last checkpoint with the same numbers as one that was never killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
-from dspark_jax.train.folder import Metrics, check_same, environment
+from dspark_jax.train.folder import Metrics, check_same, environment, hold
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
@@ -103,6 +103,7 @@ class Run:
         self.folder = Path(folder)
         self._given = config
         self._writes = jax.process_index() == 0
+        self._start_facts: dict[str, float] = {}  # of this start, for environment.jsonl
         self.folder.mkdir(parents=True, exist_ok=True)
         self.config, self.records, self.heldout, self._usable, self.drafter = read_input(config, folder, target.config)
         config = self.config
@@ -196,8 +197,7 @@ class Run:
         shape = self.config.drafter
         markov = None
         if used and shape.bigram_start and self.d2t is not None:
-            LOG.info("bigram start of the Markov head")
-            markov = warm_start.bigram_factors(self.records, self.d2t, target.vocab_size, shape.markov_rank)
+            markov = self._bigram_start(self.d2t, target.vocab_size)
         return warm_start.initial_params(
             target,
             self.drafter,
@@ -207,10 +207,22 @@ class Run:
             markov=markov,
         )
 
+    def _bigram_start(self, d2t: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        LOG.info("bigram start of the Markov head")
+        shape, data, begun = self.config.drafter, self.config.data, time.process_time()
+        text: Records | warm_start.Text = self.records
+        if shape.bigram_records:
+            ids = self._usable[data.first : data.first + shape.bigram_records]
+            text = warm_start.read_text(self.records, ids, data.length)
+        factors = warm_start.bigram_factors(text, d2t, vocab_size, shape.markov_rank)
+        self._start_facts["bigram_start_cpu_seconds"] = round(time.process_time() - begun, 2)
+        return factors
+
     def run(self) -> None:
         """Trains until ``optim.total_steps``; the last state is saved, measured and exported.
 
-        Raises NonFiniteLoss; DiskFull; or OutOfText when every record was seen once (the work is saved then, too).
+        Raises ValueError where another process trains in the folder; NonFiniteLoss; DiskFull; or OutOfText when every
+        record was seen once (the work is saved then, too).
         """
         try:
             self._begin()
@@ -235,9 +247,10 @@ class Run:
     def _begin(self) -> None:
         """Writes what a start writes."""
         if self._writes:
+            hold(self.folder)
             check_same(self._given, self.folder)
             with open(self.folder / "environment.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(environment()) + "\n")
+                file.write(json.dumps({**environment(), **self._start_facts}) + "\n")
             self._metrics = Metrics(self.folder, int(self.state.step), tensorboard=self.config.run.tensorboard)
         if int(self.state.step) == 0:
             self.evaluate()

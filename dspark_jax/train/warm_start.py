@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,25 @@ def draft_vocabulary(records: Records, size: int, vocab_size: int, always: Seque
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def bigram_counts(records: Records, d2t: np.ndarray, previous: np.ndarray, vocab_size: int) -> np.ndarray:
+class Text(NamedTuple):
+    """Tokens in a row, as ``Records`` has all of its own."""
+
+    tokens: np.ndarray  # [N]
+    loss_mask: np.ndarray  # [N]
+
+
+def read_text(records: Records, ids: np.ndarray, length: int) -> Text:
+    """The records ``ids``, cut to ``length`` tokens, one behind the other; no token follows one of another record."""
+    batch = records.batch(ids, length)
+    learnt = batch.loss_mask.copy()
+    learnt[:, 0] = False
+    return Text(batch.tokens.reshape(-1), learnt.reshape(-1))
+
+
+def bigram_counts(text: Records | Text, d2t: np.ndarray, previous: np.ndarray, vocab_size: int) -> np.ndarray:
     """``[len(previous), Vd]`` float32: how often a draft-vocabulary token, being learnt, follows each token."""
-    tokens = np.asarray(records.tokens, np.int64)
-    learnt = np.asarray(records.loss_mask, bool)
+    tokens = np.asarray(text.tokens, np.int64)
+    learnt = np.asarray(text.loss_mask, bool)
     row = np.full(vocab_size, -1)
     row[previous] = np.arange(len(previous))
     column = np.full(vocab_size, -1)
@@ -63,7 +78,7 @@ def truncated_svd(matrix: np.ndarray, rank: int, seed: int, rounds: int = 3) -> 
 
 
 def bigram_factors(
-    records: Records,
+    text: Records | Text,
     d2t: np.ndarray,
     vocab_size: int,
     rank: int,
@@ -79,7 +94,7 @@ def bigram_factors(
     pairs that never occur. ``steps`` of gradient descent on the cross entropy recover most of the rest in a minute.
     Only tokens of the draft vocabulary have a row; the others begin at zero.
     """
-    counts = bigram_counts(records, d2t, d2t, vocab_size)
+    counts = bigram_counts(text, d2t, d2t, vocab_size)
     unigram = counts.sum(0) + 0.5
     unigram *= prior / unigram.sum()
     total = counts.sum(1)

@@ -24,15 +24,16 @@ def traces(seed: int, drafts: int) -> list[Trace]:
     rng = np.random.default_rng(seed)
     found = []
     for suite, count in SUITES.items():
-        for index in range(count):
+        for index in (0, *range(2, count + 1)):  # prompt 1 of every set was too long
             committed = tuple(int(x) for x in 1 + rng.integers(0, drafts + 1, 12))
             tokens = tuple(int(x) for x in rng.integers(5, 50, 1 + sum(committed)))
-            found.append(Trace(suite, index, tokens, committed, (drafts,) * 12, "length", 1.5, 9))
+            found.append(Trace(suite, index, tokens, committed, (drafts,) * 12, "length", 1.5, 9, f"{suite}{index}"))
     return found
 
 
 def evaluated(folder: Path, name: str, seed: int, **header: Any) -> tuple[KeptRow, list[Trace]]:
-    """A row as an evaluation leaves it, written in another order and with a prompt more than was asked for."""
+    """A row as an evaluation leaves it, written in another order and with a prompt more than was asked for, of sets in
+    which one prompt was left out."""
     found = traces(seed, DRAFTS[name])
     lines = [*reversed(found), dataclasses.replace(found[0], index=99)]
     records = folder / "records" / "greedy" / f"{name}.jsonl"
@@ -65,16 +66,29 @@ def test_rows_read_from_their_files_measure_as_the_records_do(tmp_path: Path) ->
     assert "tau_ratio" in entries[1] and "tau_ratio" not in alone[0]
 
 
+def test_a_prompt_that_was_left_out_costs_no_other_one(tmp_path: Path) -> None:
+    """Of set a, prompts 0, 2, 3 and 4 were decoded: four, though the last has number 4."""
+    row, _ = evaluated(tmp_path, "mine", 0)
+    assert [(t.suite, t.index) for t in row.traces["greedy"]] == [
+        *(("a", i) for i in (0, 2, 3, 4)),
+        *(("b", i) for i in (0, 2, 3)),
+    ]
+
+
 def test_rows_decoded_otherwise_are_not_compared(tmp_path: Path) -> None:
-    """Another number of tokens, or other prompts."""
+    """Another number of tokens, fewer prompts, another prompt in the same place."""
     reference, _ = evaluated(tmp_path, "reference", 0)
     mine, _ = evaluated(tmp_path, "mine", 1, decode={"max_new_tokens": 10})
-    with pytest.raises(ValueError, match="mine and reference were decoded otherwise"):
+    with pytest.raises(ValueError, match=r"decoded otherwise \(greedy: decode\.max_new_tokens: 9 -> 10\)"):
         kept_rows.measure([reference, mine], "reference", {}, 10)
     mine, _ = evaluated(tmp_path, "mine", 1)
-    fewer = dataclasses.replace(mine, traces={"greedy": mine.traces["greedy"][1:]})
-    with pytest.raises(ValueError, match="decoded otherwise"):
+    first, *others = mine.traces["greedy"]
+    fewer = dataclasses.replace(mine, traces={"greedy": others})
+    with pytest.raises(ValueError, match="1 prompts that only one of them has"):
         kept_rows.measure([reference, fewer], "reference", {}, 10)
+    other = dataclasses.replace(mine, traces={"greedy": [dataclasses.replace(first, prompt="else"), *others]})
+    with pytest.raises(ValueError, match="1 prompts of other content, the first a 0"):
+        kept_rows.measure([reference, other], "reference", {}, 10)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}', '{"prompts": {"greedy": [[1]]}}'])

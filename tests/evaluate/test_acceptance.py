@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspark_jax.evaluate.acceptance import Counts, Sample, bootstrap_weights, interval, value
+from dspark_jax.evaluate.acceptance import Counts, Sample, bootstrap_weights, interval, ratios, value
 from dspark_jax.evaluate.decode import Trace
 
 
@@ -63,11 +63,8 @@ def test_the_macro_mean_takes_one_value_a_group() -> None:
     assert sample.statistics(np.array([[1.0, 1.0, 2.0]]))["tau/macro"][0] == pytest.approx((2 + 21 / 9) / 2)
     # Blocks (the last of each text left out): 2 of 1 accepted draft, 3 of none, 3 of two.
     np.testing.assert_allclose(found["conditional"][0], [5 / 8, 3 / 5])
-    assert (
-        found["later"][0] == found["later_pooled"][0] == 3 / 5
-        and found["rate"][0] == 8 / 16
-        and found["offered"][0] == 2.0
-    )
+    assert found["later_pooled"][0] == 3 / 5 and found["rate"][0] == 8 / 16 and found["offered"][0] == 2.0
+    assert sample.reached() == [] and np.isnan(found["later_mean"][0])  # five tries are too few for a mean
 
 
 def test_plain_decoding_has_accepted_length_one_and_no_positions() -> None:
@@ -86,3 +83,65 @@ def test_the_bootstrap_draws_prompts_within_their_sets_and_alike_for_all() -> No
     values = np.random.default_rng(0).normal(size=100)
     low, high = interval(weights[:, :100] @ values / 100)
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 10, rel=0.15)
+
+
+def sample_of(tried: list[list[float]], passed: list[list[float]]) -> Sample:
+    """Counts ``[P, G]`` as they are."""
+    drafts = len(tried[0])
+    sample = Sample([trace([1, 1], [0, 0], index=i) for i in range(len(tried))], drafts, {})
+    sample.tried, sample.passed = np.array(tried, float), np.array(passed, float)
+    return sample
+
+
+def test_later_positions_are_compared_where_both_drafters_have_them() -> None:
+    """Blocks of 4 and of 3 drafts. Pooled over positions 2 and 3: (40 + 2) / (60 + 4) to (30 + 45) / (60 + 100). The
+    plain mean takes position 2 alone: at position 3 the first has four tries. A block of one draft has no ratio."""
+    mine = sample_of([[90, 60, 4, 2]], [[60, 40, 2, 2]])
+    first = sample_of([[90, 60, 100]], [[60, 30, 45]])
+    found = ratios(mine, first, np.ones((10, 1)))
+    pooled, mean = found["later_pooled_ratio"], found["later_mean_ratio"]
+    assert pooled["positions"] == [2, 3] and mean["positions"] == [2]
+    assert pooled["value"] == round((42 / 64) / (75 / 160), 4) == pooled["low"]
+    assert mean["value"] == round((40 / 60) / (30 / 60), 4)
+    assert mine.statistics()["later_pooled"][0] == 44 / 66  # its own value takes all of its positions
+    assert set(ratios(sample_of([[90]], [[60]]), first, np.ones((10, 1)))) == {"tau_ratio"}
+
+
+def test_the_interval_of_the_pooled_ratio_covers_the_truth() -> None:
+    """1,000 simulated comparisons of 72 prompts in three sets, 40 blocks of 7 drafts a prompt. Prompts are easy or hard
+    for both drafters, and few blocks reach the last positions. The truth is the quotient of expected counts.
+
+    A 95 % interval that covers 950 in the mean has a standard deviation of 6.9; percentile intervals of 72 prompts are
+    known to cover a little less, about 940 here. Fewer than 915 or more than 975 are then seen with probability below
+    0.001; the draws are fixed. The mean over the positions that both reached often has nearly twice the width. (Over
+    all positions that a resample happened to reach, these draws gave 4.6 times the width, and covered 792.)
+    """
+    rng, trials, blocks, per_set = np.random.default_rng(5), 1000, 40, 24
+    hard = np.array([0.75, 1.1])  # factor of a prompt's acceptance; both are as frequent
+    rates = {"mine": np.full(7, 0.55), "first": 0.45 * 0.9 ** np.arange(7)}
+    sample = {name: sample_of([[0.0] * 7] * (3 * per_set), [[0.0] * 7] * (3 * per_set)) for name in rates}
+    suites = np.repeat(["a", "b", "c"], per_set)
+    weights = bootstrap_weights(suites, 400)
+
+    def survival(name: str, factor: np.ndarray) -> np.ndarray:  # [P, 8] chance that a block accepts k drafts or more
+        each = np.clip(factor[:, None] * rates[name], 0, 1)
+        return np.concatenate([np.ones((len(factor), 1)), np.cumprod(each, axis=1)], axis=1)
+
+    expected = {name: survival(name, hard).mean(0) for name in rates}
+    share = {name: e[2:].sum() / e[1:-1].sum() for name, e in expected.items()}
+    truth = share["mine"] / share["first"]
+    covered, widths = 0, {"later_pooled_ratio": 0.0, "later_mean_ratio": 0.0}
+    for _ in range(trials):
+        factor = hard[rng.integers(0, 2, 3 * per_set)]
+        for name, one in sample.items():
+            reach = survival(name, factor)
+            lengths = np.concatenate([reach[:, :-1] - reach[:, 1:], reach[:, -1:]], axis=1)  # [P, 8] accepted drafts
+            counts = rng.multinomial(blocks, lengths)
+            above = counts[:, ::-1].cumsum(1)[:, ::-1]
+            one.tried, one.passed = above[:, :-1].astype(float), above[:, 1:].astype(float)
+        found = ratios(sample["mine"], sample["first"], weights)
+        covered += found["later_pooled_ratio"]["low"] <= truth <= found["later_pooled_ratio"]["high"]
+        for name in widths:
+            widths[name] += (found[name]["high"] - found[name]["low"]) / trials
+    assert 915 <= covered <= 975
+    assert widths["later_pooled_ratio"] < 0.7 * widths["later_mean_ratio"]

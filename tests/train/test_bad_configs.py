@@ -27,3 +27,8 @@ def test_a_chain_has_no_markov_head_of_another_kind_either() -> None:
     """What would be ignored is refused, and the message begins with the key."""
     with pytest.raises(ValueError, match="^method = eagle3: .*markov_head = gated"):
         DrafterShape(1, (0,), method="eagle3", confidence_head=False, markov_rank=0, markov_head="gated")
+
+
+def test_a_negative_number_of_records_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bigram_records must be 0 \(all\) or more, found -1"):
+        DrafterShape(1, (0,), bigram_records=-1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dspark_jax.train.config import OptimConfig
-from dspark_jax.train.folder import Metrics, check_same
+from dspark_jax.train.folder import Metrics, check_same, hold
 from dspark_jax.whole_file import is_disk_full, write_whole
 from tests.train import tiny_run
 
@@ -77,3 +80,27 @@ def test_a_full_disk_is_known_from_whatever_it_became() -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="ema_decay"):
         OptimConfig(ema_decay=1.0)
+
+
+def test_a_folder_has_one_training_process(tmp_path: Path) -> None:
+    """The process that has it may ask again, also where the folder was deleted since; another one is refused by name.
+    A lock belongs to an open file: one that is opened here and now is as another process's."""
+    folder = tmp_path / "run"
+    hold(folder)
+    hold(folder)
+    assert (folder / "lock").read_text() == f"{os.getpid()}\n"
+    with open(folder / "lock") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    shutil.rmtree(folder)
+    hold(folder)
+    with open(folder / "lock") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "lock").write_text("12345\n")
+    with open(taken / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"taken: process 12345 is training here; wait for it, stop it, or take"):
+            hold(taken)
+    hold(taken)  # what is left of a process that has ended holds nobody up
