@@ -10,6 +10,7 @@ Environment:
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -109,6 +110,29 @@ def pytest_report_header() -> list[str]:
     if _MISSING_FOR_SERVER:
         lines.append(f"tests/serve is left out: not installed: {', '.join(_MISSING_FOR_SERVER)}")
     return lines
+
+
+_MANY_MAPPINGS = 30_000
+"""Every compiled program takes a few memory mappings, and Linux gives a process 65,530 (``vm.max_map_count``): behind
+them a compilation ends in a segmentation fault. All tests in one process would come to that."""
+
+
+def _mappings() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_let_go() -> Iterator[None]:
+    """Drops jax's compiled programs between files where they have become many."""
+    yield
+    if _mappings() > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
