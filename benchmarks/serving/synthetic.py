@@ -16,7 +16,7 @@ The figure in the paper is a picture: the numbers of ``CONDITIONAL`` are assumpt
 Markov head keeps later positions about as likely as the first; code above mathematics above chat). A third party
 reports 3.41 tokens a cycle for the published drafter of Qwen3-8B (code, temperature 1). ``--conditional`` replaces
 them. MTP-1 gets the first position: a drafter as good as any at one token. SPREAD is the spread of texts as recorded
-from the shipped drafter: in 96 greedy texts of 128 tokens (``results/load_smollm2_traces.npz``) ``spread_of`` finds 0.23
+from the shipped drafter: in 96 greedy texts of 128 tokens (``results/load_smollm2_traces.npz``) ``spread_of`` is 0.23
 for GSM8K, 0.23 for MT-Bench and 0.56 for HumanEval; in made-up ones of that length 0.22 with this value, 0.33 with 0.5.
 TOKEN and RHO are assumptions. With them a block's confidences say more of the block two cycles later (correlation of
 their sums 0.5, part of it the mixture of kinds) than real ones do (0.06, of an earlier drafter).
