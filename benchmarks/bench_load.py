@@ -39,7 +39,7 @@ from serving.workload import Workload, read
 
 from dspark_jax import Engine, Sampling
 from dspark_jax.serve.startup import enable_compilation_cache
-from dspark_jax.train.folder import write_whole
+from dspark_jax.whole_file import write_whole
 
 
 def numbers(text: str) -> tuple[int, ...]:

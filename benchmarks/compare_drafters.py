@@ -56,7 +56,8 @@ from dspark_jax.evaluate.acceptance import LEAST_TRIES
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.report import show, table
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import defaults, flat, write_whole
+from dspark_jax.train.folder import defaults, flat
+from dspark_jax.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = (sys.executable, str(ROOT / "scripts" / "train.py"))

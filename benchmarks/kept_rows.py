@@ -16,7 +16,7 @@ from dspark_jax.data.line_file import differences
 from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.decode import Trace
-from dspark_jax.train.folder import write_whole
+from dspark_jax.whole_file import write_whole
 
 Facts: TypeAlias = Mapping[str, Any]
 

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 
 class DiskFull(RuntimeError):
     """There is no room to write; what was written before is whole."""
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replaces a file: a reader, or a kill, sees the old content or the new one. Where it cannot be written the old
-    one stays, and nothing is left beside it."""
-    scratch = path.with_name(path.name + ".tmp")
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write a file in, which then replaces ``path``: a reader, or a kill, sees the old content or the new
+    one. Where it cannot be written the old one stays, and nothing is left beside it."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield scratch
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file by this content."""
+    with replacing(path) as scratch:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Replaces an ``.npy`` file. NumPy's own writing to a full disk does not say that it is full."""
+    table = io.BytesIO()
+    np.save(table, array)
+    write_whole(path, table.getvalue())
 
 
 def is_disk_full(error: BaseException | None) -> bool:

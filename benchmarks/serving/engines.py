@@ -20,6 +20,7 @@ from dspark_jax.engine.buckets import Key
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.step_time import isotonic
 from dspark_jax.targets import Target
+from dspark_jax.whole_file import replacing
 
 from .arms import Arm
 
@@ -134,9 +135,8 @@ def build(
 def save_whole(table: StepTimeTable, path: Path) -> None:
     """Replaces a file; a kill leaves the old table or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    table.save(scratch)
-    scratch.replace(path)
+    with replacing(path) as scratch:
+        table.save(scratch)
 
 
 def measure(

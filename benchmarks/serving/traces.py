@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_jax.whole_file import replacing
+
 
 @dataclasses.dataclass(frozen=True)
 class Traces:
@@ -101,8 +103,7 @@ class Traces:
         """A compressed .npz, which is there whole or not at all; survivals lose digits (float16)."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".tmp")
-        with open(scratch, "wb") as file:
+        with replacing(path) as scratch, open(scratch, "wb") as file:
             np.savez_compressed(
                 file,
                 survival=self.survival.astype(np.float16),
@@ -111,7 +112,6 @@ class Traces:
                 kinds=np.array(self.kinds),
                 temperature=self.temperature.astype(np.float32),
             )
-        scratch.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Traces:

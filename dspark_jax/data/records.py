@@ -8,13 +8,14 @@ that is known) and ``meta.json`` (how all were made). Files are memory mapped; a
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from dspark_jax.whole_file import write_array
 
 TOKENS, MASK, OFFSETS, META = "tokens.bin", "mask.bin", "offsets.npy", "meta.json"
 SOURCES = "sources.npy"
@@ -110,18 +111,12 @@ def write_records(
             mask.write(np.asarray(learn, np.uint8).tobytes())
             offsets.append(offsets[-1] + len(ids))
             sources += source
-    _save(path / OFFSETS, np.asarray(offsets, np.int64))
+    write_array(path / OFFSETS, np.asarray(offsets, np.int64))
     content = {"dtype": dtype.name, "vocab_size": vocab_size, "records": len(offsets) - 1, **(meta or {})}
     if sources:
         if len(sources) != len(offsets) - 1:
             raise ValueError(f"{path}: {len(sources)} of {len(offsets) - 1} records name their source; all do, or none")
-        _save(path / SOURCES, np.array([name.encode() for name in sources]))
+        write_array(path / SOURCES, np.array([name.encode() for name in sources]))
         content["conversations"] = len(set(sources))
     (path / META).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return len(offsets) - 1
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
-    np.save(table, array)
-    path.write_bytes(table.getbuffer())

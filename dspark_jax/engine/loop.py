@@ -278,8 +278,8 @@ class Engine(Tenancy):
         self._counters.add("scheduled", total)
         self._counters.add("probes", plan.decision.probe)
         self._counters.add("fallback_cycles", plan.decision.fallback)
-        flight = Flight(plan.rows, packed, plan, key, total, began=self._began)
-        flight = dataclasses.replace(flight, alone=self._alone and not self._absorbed, decodes=self._alone)
+        alone, decodes = self._alone and not self._absorbed, self._alone
+        flight = Flight(plan.rows, packed, plan, key, total, began=self._began, alone=alone, decodes=decodes)
         if draft is not None and self._policy.variable:
             flight = dataclasses.replace(flight, survival=draft.survival, tokens=draft.proposal.tokens)
         self._dispatched(flight)

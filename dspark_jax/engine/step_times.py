@@ -15,6 +15,7 @@ from typing import Any
 from dspark_jax.engine.buckets import Buckets
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.additive import AdditiveModel, Step, fit
+from dspark_jax.whole_file import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +158,8 @@ class Store:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(f".{os.getpid()}")
-            table.save(partial)
-            partial.replace(self.path)
+            with replacing(self.path) as scratch:
+                table.save(scratch)
         except OSError as error:
             logger.warning("step times are not kept: %s", error)
 

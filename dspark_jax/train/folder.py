@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.whole_file import write_whole as write_whole
+from dspark_jax.whole_file import write_whole
 
 LOG = logging.getLogger("dspark_jax.train")
 

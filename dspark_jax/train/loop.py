@@ -7,7 +7,6 @@ on from its last checkpoint with the same numbers as one that was never killed.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -38,7 +37,7 @@ from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
 from dspark_jax.train.read_text import ReadText
 from dspark_jax.train.step import TrainState, init_state, make_heldout_step, make_train_step
-from dspark_jax.whole_file import DiskFull, is_disk_full, write_whole
+from dspark_jax.whole_file import DiskFull, is_disk_full, write_array
 
 LOG = logging.getLogger("dspark_jax.train")
 
@@ -169,9 +168,7 @@ class Run:
         else:
             d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
         if self._writes:
-            table = io.BytesIO()  # NumPy's own writing to a full disk does not say that it is full
-            np.save(table, d2t)
-            write_whole(path, table.getvalue())
+            write_array(path, d2t)
         return d2t
 
     def _restore(self, target: Target) -> TrainState:
@@ -213,7 +210,7 @@ class Run:
         text: Records | warm_start.Text = self.records
         if shape.bigram_records:
             ids = self._usable[data.first : data.first + shape.bigram_records]
-            text = warm_start.read_text(self.records, ids, data.length)
+            text = warm_start.joined(self.records, ids, data.length)
         factors = warm_start.bigram_factors(text, d2t, vocab_size, shape.markov_rank)
         self._start_facts["bigram_start_cpu_seconds"] = round(time.process_time() - begun, 2)
         return factors

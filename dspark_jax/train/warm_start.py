@@ -44,7 +44,7 @@ class Text(NamedTuple):
     loss_mask: np.ndarray  # [N]
 
 
-def read_text(records: Records, ids: np.ndarray, length: int) -> Text:
+def joined(records: Records, ids: np.ndarray, length: int) -> Text:
     """The records ``ids``, cut to ``length`` tokens, one behind the other; no token follows one of another record."""
     batch = records.batch(ids, length)
     learnt = batch.loss_mask.copy()

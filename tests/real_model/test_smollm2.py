@@ -11,6 +11,7 @@ import pytest
 from dspark_jax import Sampling, generate
 from dspark_jax.drafters import Drafter
 from dspark_jax.evaluate.torch_reference import torch_llama
+from dspark_jax.generate import GenerateOutput
 from dspark_jax.targets import Target
 from dspark_jax.types import EMPTY
 from tests.real_model.near_ties import Comparison, all_logits
@@ -51,17 +52,7 @@ def test_greedy_text_equals_transformers_for_5_prompts_of_128_tokens(
 ) -> None:
     import torch
 
-    prompts, lengths = batch(chats)
-    ours = generate(
-        smollm2,
-        None,
-        prompts,
-        lengths,
-        seeds=jnp.zeros(len(chats), jnp.uint32),
-        max_new_tokens=128,
-        sampling=Sampling(temperature=0.0),
-        stop_token_ids=smollm2.config.eos_token_ids,
-    )
+    ours = _greedy(smollm2, None, chats, 128)
     comparison = Comparison(smollm2)
     for row, ids in enumerate(chats):
         theirs = torch_model.generate(torch.tensor([ids]), max_new_tokens=128, do_sample=False)[0, len(ids) :].numpy()
@@ -87,21 +78,25 @@ def test_coupled_text_equals_plain_sampled_text_of_the_same_seed(
 
 def test_a_shipped_drafter_shortens_the_work(smollm2: Target, shipped_drafter: Drafter, chats: list[list[int]]) -> None:
     """Accepted length, greedy, whole blocks: 1 is what weights that mean nothing give."""
-    prompts, lengths = batch(chats)
-    out = generate(
-        smollm2,
-        shipped_drafter,
-        prompts,
-        lengths,
-        seeds=jnp.zeros(len(chats), jnp.uint32),
-        max_new_tokens=96,
-        sampling=Sampling(temperature=0.0),
-        stop_token_ids=smollm2.config.eos_token_ids,
-    )
+    out = _greedy(smollm2, shipped_drafter, chats, 96)
     cycles = [row[row > 0][:-1] for row in np.asarray(out.committed)]  # the last one was cut by the limit
     tau = np.concatenate(cycles).mean()
     print(f"{shipped_drafter.name}: accepted length {tau:.2f} over {sum(map(len, cycles))} cycles")
     assert tau >= LEAST_LENGTH
+
+
+def _greedy(target: Target, drafter: Drafter | None, chats: list[list[int]], max_new_tokens: int) -> GenerateOutput:
+    prompts, lengths = batch(chats)
+    return generate(
+        target,
+        drafter,
+        prompts,
+        lengths,
+        seeds=jnp.zeros(len(chats), jnp.uint32),
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=0.0),
+        stop_token_ids=target.config.eos_token_ids,
+    )
 
 
 def _compare(target: Target, drafter: Drafter, chats: list[list[int]], comparison: Comparison, **options: Any) -> None:

@@ -113,7 +113,7 @@ def test_text_that_is_read_is_that_of_its_records_alone(tmp_path: Path) -> None:
     follows nothing, 6 was cut off, and record 1 was not asked for."""
     texts = [[3, 4, 5, 6], [7, 8], [9, 4]]
     write_records(tmp_path, [(ids, [True] * len(ids)) for ids in texts], vocab_size=12)
-    text = warm_start.read_text(Records(tmp_path), np.array([0, 2]), 3)
+    text = warm_start.joined(Records(tmp_path), np.array([0, 2]), 3)
     every = np.arange(12, dtype=np.int32)
     counts = warm_start.bigram_counts(text, every, every, 12)
     assert {(int(a), int(b)) for a, b in np.argwhere(counts)} == {(3, 4), (4, 5), (9, 4)} and counts.sum() == 3
