@@ -47,11 +47,12 @@ from typing import Any
 import kept_rows
 import tethered
 from kept_rows import KeptRow
-from report import environment, processor
+from report import environment
 
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.line_file import differences
 from dspark_jax.data.records import OFFSETS, TOKENS
+from dspark_jax.engine.origin import processor
 from dspark_jax.evaluate.acceptance import LEAST_TRIES
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.report import show, table

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from dspark_jax.engine.origin import processor, usable_cores
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -30,22 +32,6 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
-
-
-def processor() -> str:
-    """The processor's own name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()
-
-
-def usable_cores() -> int:
-    """Cores this process may use, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment() -> dict[str, Any]:

@@ -21,7 +21,7 @@ def origin(target: Any, drafter: Any) -> dict[str, str]:
     leaves = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, "dtype")]
     dtype = getattr(target, "dtype", None) or leaves[0].dtype
     return {
-        "machine": f"{_processor()}, {_cores()} cores",
+        "machine": f"{processor()}, {usable_cores()} cores",
         "device": f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}",
         "dtype": str(dtype),
         "commit": _commit(),
@@ -43,7 +43,8 @@ def _shape(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's own name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -53,8 +54,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cores() -> int:
-    """Cores this process may use."""
+def usable_cores() -> int:
+    """Cores this process may use, which may be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
