@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -93,7 +92,7 @@ def train(config: Path, out: Path, changes: Sequence[str], until: float) -> bool
     try:
         status = process.wait(max(until - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # not SIGINT, which whatever a shell began in the background ignores
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE_S)
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -111,9 +112,14 @@ def test_a_run_ends_where_its_text_does(script: ModuleType, tmp_path: Path) -> N
 def test_a_run_that_got_slower_is_stopped_and_exported(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are planned at a tenth of what they cost: stopped at the end of the time, and said so."""
+    """Steps that are planned at a tenth of what they cost: stopped at the end of the time, and said so. Also where
+    SIGINT is ignored, as in what a shell began in the background."""
     monkeypatch.setattr(script, "steps_in", lambda *given: 290)
-    status, took = run(script, tmp_path, "--seconds", "3", "--probe", "10")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        status, took = run(script, tmp_path, "--seconds", "3", "--probe", "10")
+    finally:
+        signal.signal(signal.SIGINT, before)
     said = capsys.readouterr()
     assert status == 3 and 3 <= took < 10 and "3 s were not enough for the rate to fall" in said.err
     summary = json.loads(said.out.splitlines()[-1])
