@@ -26,7 +26,7 @@ class KeptRow:
     """One row.
 
     Attributes:
-        trained: what ``compare_drafters.train`` says of it.
+        trained: what ``timed_training.train`` says of it.
         drafts: a block in the evaluation.
         headers: of each way of sampling: everything that decides its records, the drafter left out.
         traces: of each way of sampling, one a prompt; their tokens are zeros.

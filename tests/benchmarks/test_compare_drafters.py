@@ -15,8 +15,10 @@ from typing import Any
 
 import compare_drafters
 import pytest
-from compare_drafters import CompareConfig, Row, cpu_of_steps
+import timed_training
+from compare_drafters import CompareConfig
 from kept_rows import KeptRow
+from timed_training import Row, cpu_of_steps
 
 from dspark_jax.data.records import write_records
 
@@ -107,9 +109,9 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(compare_drafters, "TRAIN", (sys.executable, "-S", str(HERE / "fake_trainer.py")))
+    monkeypatch.setattr(timed_training, "TRAIN", (sys.executable, "-S", str(HERE / "fake_trainer.py")))
     monkeypatch.setattr(compare_drafters, "EVALUATE", (sys.executable, "-S", str(HERE / "fake_evaluation.py")))
-    monkeypatch.setattr(compare_drafters, "POLL_S", 0.004)
+    monkeypatch.setattr(timed_training, "POLL_S", 0.004)
     before = signal.getsignal(signal.SIGTERM)
     yield World(tmp_path, monkeypatch)
     signal.signal(signal.SIGTERM, before)
@@ -347,7 +349,7 @@ def test_every_training_time_has_one_reference(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_real_run_is_probed_trained_and_timed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model of the training tests, with a bigram start over the records that its steps read."""
-    monkeypatch.setattr(compare_drafters, "TRAIN", (sys.executable, str(HERE / "tiny_trainer.py")))
+    monkeypatch.setattr(timed_training, "TRAIN", (sys.executable, str(HERE / "tiny_trainer.py")))
     text = (world.place / "rows.toml").read_text().replace("seconds = 0.6", "seconds = 2.0")
     (world.place / "rows.toml").write_text(text)
     from tests.train import tiny_run
