@@ -17,6 +17,7 @@ from dspark_jax.config_io import decoder_config_from_hf
 from dspark_jax.drafter_io import drafter_config_from_hf
 from dspark_jax.drafters import Drafter
 from dspark_jax.engine.buckets import Key
+from dspark_jax.engine.profile import in_turn
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.step_time import isotonic
 from dspark_jax.targets import Target
@@ -145,8 +146,8 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Steps]:
-    """Step times of idle engines' own programs: medians over passes, each of which runs every program of every engine
-    once, so that a drift of the machine reaches all alike. No engine decides by them.
+    """Step times of idle engines' own programs: medians over passes over every program of every engine, so that a drift
+    of the machine reaches all alike, in the order in which engines measure their own. No engine decides by them.
 
     Args:
         users: slot buckets whose programs are measured.
@@ -164,9 +165,10 @@ def measure(
     begin, passes = clock(), 0
     while passes < LEAST_PASSES or clock() - begin < seconds:
         for name, engine in engines.items():
-            for key in keys[name]:
+            for key, counts in in_turn(keys[name]):
                 engine._state, took = engine._programs.rehearse(key, engine._state)
-                found[name][key].append(took)
+                if counts:
+                    found[name][key].append(took)
         passes += 1
     for engine in engines.values():
         engine._state = engine._programs.rest(engine._state)

@@ -17,7 +17,7 @@ import pytest
 from dspark_jax.engine import Engine
 from dspark_jax.engine.buckets import Buckets, Key
 from dspark_jax.engine.origin import model_hash, origin
-from dspark_jax.engine.profile import KINDS, corners, profile
+from dspark_jax.engine.profile import KINDS, corners, in_turn, profile
 from dspark_jax.engine.step_times import StepTimes, Store, given
 from dspark_jax.schedule import StepTimeTable, roofline
 from tests.engine.cases import Models, engine_config, random_requests, run_all
@@ -64,7 +64,9 @@ def test_every_program_is_measured_where_there_is_time() -> None:
     machine = Machine()
     found = machine.profile(budget_s=1e3, repeats=4)
     assert found.measured == found.programs == len(KEYS) and found.noise == 0.0
-    assert {machine.calls.count(key) for key in KEYS} == {5}
+    twice = [key for key, counts in in_turn(KEYS) if not counts]  # the first of each slot bucket, in each round
+    assert {machine.calls.count(key) for key in KEYS if key not in twice} == {5}
+    assert {machine.calls.count(key) for key in twice} == {8} and {key.slots for key in twice} == set(BUCKETS.slots)
     for slots in BUCKETS.slots:
         for context in BUCKETS.contexts:
             got = row(found.table, slots, context)
@@ -75,6 +77,25 @@ def test_every_program_is_measured_where_there_is_time() -> None:
             assert got.draft_ms == pytest.approx(milliseconds(Key("draft", slots, 0, context)))
     assert found.held_out == len(KEYS) and found.worst_error < 1e-9  # two contexts tell every number of tokens
     assert "WARNING" not in " ".join(found.lines())
+
+
+def test_a_run_behind_another_slot_bucket_is_not_counted() -> None:
+    """Where the slots change a program takes twice as long: the table does not show it."""
+    machine = Machine()
+    plain, before = machine.run, [0]
+
+    def run(key: Key) -> float:
+        changed = before[0] != key.slots
+        before[0] = key.slots
+        return plain(key) * (2.0 if changed else 1.0)
+
+    machine.run = run  # type: ignore[method-assign]
+    found = machine.profile(budget_s=1e3)
+    for slots in BUCKETS.slots:
+        got = row(found.table, slots, BUCKETS.contexts[0])
+        assert got.milliseconds[0] == pytest.approx(milliseconds(Key("plain", slots, slots, BUCKETS.contexts[0])))
+        assert got.draft_ms == pytest.approx(milliseconds(Key("draft", slots, 0, BUCKETS.contexts[0])))
+    assert found.noise == 0.0
 
 
 def test_corners_come_first_and_the_model_fills_in_the_rest() -> None:
