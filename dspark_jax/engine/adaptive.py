@@ -51,7 +51,7 @@ class Lagged(Policy):
         if costs is None:
             raise RuntimeError("an adaptive policy was asked before there are step times")
         self._estimates.advance(cycle)
-        rows = np.stack([self._estimates.survival(tenant, cycle) for tenant in tenants])
+        rows = self._estimates.survivals(tenants, cycle)
         # One that has left counts again in the cycle that may know what its probe brought.
         counts = [t.left is None or self._estimates.fresh(t, cycle) for t in tenants]
         table, draft_ms = costs(counts)
