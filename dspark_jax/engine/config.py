@@ -115,8 +115,7 @@ class EngineConfig:
         for name in ("profile_seconds", "profile_temperature", "min_gain", "speed_floor"):
             if not 0.0 <= _number(name, getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
-        if self.seed is not None and (not isinstance(self.seed, numbers.Integral) or self.seed < 0):
-            raise ValueError(f"seed must be an integer of at least 0 or None, found {self.seed!r}")
+        _require_seed(self.seed)
         for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
             values = getattr(self, name)
             if values is not None:
@@ -127,6 +126,11 @@ class EngineConfig:
 def _require_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
+
+
+def _require_seed(value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 0):
+        raise ValueError(f"seed must be an integer of at least 0 or None, found {value!r}")
 
 
 def _number(name: str, value: Any) -> float:
