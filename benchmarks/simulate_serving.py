@@ -113,9 +113,21 @@ def traces_of(args: argparse.Namespace) -> tuple[Traces, dict[str, Any]]:
     return found, {**about, "texts": found.texts, "rows": len(found.accepted), "by_kind": mean}
 
 
+def check_loads(args: argparse.Namespace, times: StepTimeTable) -> None:
+    """Raises ValueError for loads that the table says nothing of: beyond its slots a batch would cost what they do."""
+    if args.switch_users < 1 or args.switch_runs < 1:
+        raise ValueError("--switch-users and --switch-runs: positive numbers are expected")
+    rows = times.rows or (times,)
+    slots = [row.slots for row in rows if row.slots is not None]
+    for name, users in (("--loads", max(args.loads)), ("--switch-users", args.switch_users)):
+        if len(slots) == len(rows) and users > max(slots):
+            raise ValueError(f"{name}: {users} requests at once, but {args.step_time} ends at {max(slots)} slots")
+
+
 def run_curves(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     times = StepTimeTable.load(args.step_time)
+    check_loads(args, times)
     traces, about = traces_of(args)
     if wrong := [count for count in args.fixed if not 1 <= count <= traces.width]:
         raise ValueError(f"--fixed: {wrong[0]} drafts, but a block of these traces has 1 to {traces.width}")

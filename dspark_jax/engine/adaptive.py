@@ -51,17 +51,20 @@ class Lagged(Policy):
         if costs is None:
             raise RuntimeError("an adaptive policy was asked before there are step times")
         self._estimates.advance(cycle)
-        rows = np.stack([self._estimates.survival(tenant, cycle) for tenant in tenants])
+        rows = self._estimates.survivals(tenants, cycle)
         # One that has left counts again in the cycle that may know what its probe brought.
         counts = [t.left is None or self._estimates.fresh(t, cycle) for t in tenants]
         table, draft_ms = costs(counts)
-        expected = np.where(np.array(counts)[:, None], self._estimates.expected(rows), 0.0)
+        expected = self._estimates.expected(rows)
+        if not all(counts):
+            expected = np.where(np.array(counts)[:, None], expected, 0.0)
         choice = self._choose(expected, table, draft_ms, beside.other_ms)
         if not beside.crowded:
             self._judge(tenants, counts, rows[:, 0], choice)
         if choice.drafts:
             return self._drafting(tenants, choice.drafts, costs)
-        if beside.crowded or not self._probe.due():
+        # Where the step has no place for a draft a probe would see nothing, and is kept for one that has.
+        if beside.crowded or table.last <= len(tenants) or not self._probe.due():
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
         table, draft_ms = costs([True] * len(tenants))
         # What the largest program can verify: at least one draft of each, more of each where there is room.

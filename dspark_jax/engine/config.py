@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 MODES = ("fixed", "threshold", "early_stop", "lagged", "current", "none")
@@ -108,11 +110,12 @@ class EngineConfig:
             raise ValueError(f"enable_prefix_caching must be True or False, found {self.enable_prefix_caching!r}")
         _require_choice("mode", self.mode, MODES)
         _require_choice("verification", self.verification, RULES)
-        if not 0.0 <= float(self.confidence_threshold) <= 1.0:
+        if not 0.0 <= _number("confidence_threshold", self.confidence_threshold) <= 1.0:
             raise ValueError(f"confidence_threshold must lie in [0, 1], found {self.confidence_threshold}")
         for name in ("profile_seconds", "profile_temperature", "min_gain", "speed_floor"):
-            if not 0.0 <= float(getattr(self, name)) < math.inf:
+            if not 0.0 <= _number(name, getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
+        _require_seed(self.seed)
         for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
             values = getattr(self, name)
             if values is not None:
@@ -125,12 +128,25 @@ def _require_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
 
 
+def _require_seed(value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 0):
+        raise ValueError(f"seed must be an integer of at least 0 or None, found {value!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, found {value!r}")
+    return float(value)
+
+
 def _require_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}")
 
 
 def _require_buckets(name: str, values: Any) -> None:
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence of integers, found {values!r}")
     if not values:
         raise ValueError(f"{name} is empty; None lets the engine choose")
     for value in values:

@@ -28,7 +28,7 @@ NAMES = (
     "committed",
     "tokens_computed",  # flat tokens of the decoding forwards, padding included
     "padding_tokens",
-    "skipped_drafts",  # requests in cycles without drafts
+    "skipped_drafts",  # requests that a cycle did not draft for
     "probes",  # cycles of a skipping engine that drafted to look again
     "fallback_cycles",  # of mode current that did as lagged
     "absorbed_later",  # tokens that the drafter absorbed when drafting resumed

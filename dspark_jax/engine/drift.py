@@ -86,7 +86,7 @@ class Drift:
 
     def observe(self, cycle: int, key: Key, predicted_ms: float, measured_ms: float) -> None:
         """A settled cycle of which both are known; ``predicted_ms`` by the table it was decided with."""
-        if not (predicted_ms > 0.0 and measured_ms > 0.0):
+        if not (0.0 < predicted_ms < math.inf and measured_ms > 0.0):
             return
         # The ratio is to the table as it was given: the prediction had the correction of its time in it.
         log_ratio = math.log(measured_ms / predicted_ms) + self._used.pop(cycle, {}).get(key, 0.0)

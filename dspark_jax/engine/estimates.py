@@ -137,13 +137,23 @@ class Confidences:
 
     def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
         """``[G]`` as last scored. A new tenant starts from the average, never from what its slot last saw."""
-        if tenant.score is None:
-            return self._average
-        at, row = tenant.score
-        if at == cycle - LAG:
-            return row
-        mixed = self._average + DECAY ** (cycle - LAG - at) * (row - self._average)
-        return np.clip(np.minimum.accumulate(mixed), 0.0, 1.0)  # rounding must not let a row increase
+        return self.survivals([tenant], cycle)[0]
+
+    def survivals(self, tenants: Sequence[Tenant], cycle: int) -> np.ndarray:
+        """``[N, G]`` of each of them: one computation for all, since it is done in every cycle."""
+        rows = np.empty((len(tenants), self._average.size))
+        rows[:] = self._average
+        kept = [1.0] * len(tenants)
+        for i, tenant in enumerate(tenants):
+            if tenant.score is not None:
+                at, rows[i] = tenant.score
+                kept[i] = DECAY ** (cycle - LAG - at)
+        if min(kept) == 1.0:
+            return rows
+        share = np.array(kept)[:, None]
+        mixed = self._average + share * (rows - self._average)
+        mixed = np.clip(np.minimum.accumulate(mixed, axis=1), 0.0, 1.0)  # rounding must not let a row increase
+        return np.where(share == 1.0, rows, mixed)
 
     def conditional(self, tenant: Tenant) -> np.ndarray | None:
         """``[G]`` acceptance of each draft given those before it, where the drafter does not say itself."""
@@ -192,8 +202,8 @@ class Acceptances(Confidences):
         accepted, tried = tenant.acceptances
         return (accepted + self.WEIGHT * share) / (tried + self.WEIGHT)
 
-    def survival(self, tenant: Tenant, cycle: int) -> np.ndarray:
-        return np.cumprod(self.conditional(tenant))
+    def survivals(self, tenants: Sequence[Tenant], cycle: int) -> np.ndarray:
+        return np.cumprod([self.conditional(tenant) for tenant in tenants], axis=1)
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
         """They are means already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from dspark_jax.types import Array
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cycle that is about to run."""
+    """A cycle that is about to run. What follows from its fields is asked for many times, and computed once: nobody may
+    change it."""
 
     cycle: int
     rows: tuple[Tenant | None, ...]  # of the slot bucket; None where nobody works
@@ -24,12 +26,12 @@ class Plan:
     context: int  # cache cells that the target's forward reads
     draft_context: int
 
-    @property
+    @cached_property
     def working(self) -> list[Tenant]:
         """Requests this cycle works for."""
         return [tenant for tenant in self.rows if tenant is not None]
 
-    @property
+    @cached_property
     def places(self) -> list[int]:
         """Their rows."""
         return [row for row, tenant in enumerate(self.rows) if tenant is not None]
@@ -41,11 +43,12 @@ class Plan:
         first = np.argsort(least == OUTSIDE, kind="stable")[:size]
         return np.sort(first).astype(np.int32)
 
-    @property
+    @cached_property
     def least(self) -> np.ndarray:
         """``[R]`` the decision's ``least`` by row; idle rows get no drafts."""
         least = np.full(self.slots, OUTSIDE, np.int32)
         least[self.places] = self.decision.least
+        least.setflags(write=False)
         return least
 
     def most(self, drafts: int) -> np.ndarray:
@@ -68,6 +71,7 @@ class Flight:
     survival: Array | None = None  # [S, G] of a cycle that drafted
     tokens: Array | None = None  # [S, G] its drafts
     began: float = 0.0  # seconds, at the first dispatch of the cycle
+    over: float | None = None  # seconds, by when it was known to have ended; None: by when it is read
     alone: bool = True  # nothing but the cycle's own programs ran since the cycle before
     decodes: bool = True  # nothing but these and the absorption of held tokens did
 

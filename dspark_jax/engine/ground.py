@@ -71,6 +71,9 @@ class Ground:
         self.step_tokens = (
             config.max_num_batched_tokens or config.max_num_seqs * self.buckets.width + self.buckets.prefill[-1]
         )
+        # A step of fewer tokens than whole blocks is shared, so that who has ended decides on the others' lengths.
+        shared = self._policy.drafts > 0 and config.max_num_batched_tokens is not None
+        self._competes = self._policy.competes or shared
         self._lookback = 0 if drafter is None else drafter.lookback
         self._origin = origin(target, drafter) if self._policy.timed else {}
         self._times = given(config.step_time, self._origin, self.buckets) if self._policy.timed else None

@@ -288,8 +288,11 @@ class Engine(Tenancy):
 
     def _settle(self, keep: int) -> None:
         """Reads what has been dispatched, but for the last ``keep`` cycles: emits, ends requests, frees slots."""
-        self._confirm()  # copies of the step before
         flying = sum(flight.plan is not None for flight in self._flights)
+        if self._saving and flying > keep:
+            # They ran behind the first cycle that is read now: their milliseconds are none of its own.
+            self._flights[0] = self._waited_for(self._flights[0])
+        self._confirm()  # copies of the step before
         while self._flights and (self._flights[0].plan is None or flying > keep):
             flight = self._flights.popleft()
             flying -= flight.plan is not None
@@ -322,11 +325,15 @@ class Engine(Tenancy):
 
     def _dispatched(self, flight: Flight) -> None:
         if not self.overlap:
-            jax.block_until_ready(flight.packed)
+            flight = self._waited_for(flight)
         else:
             for array in flight.arrays():
                 array.copy_to_host_async()
         self._flights.append(flight)
+
+    def _waited_for(self, flight: Flight) -> Flight:
+        jax.block_until_ready(flight.packed)
+        return flight if flight.over is not None else dataclasses.replace(flight, over=time.perf_counter())
 
     def _read_back(self, plan: Plan, draft: steps.Draft) -> tuple[np.ndarray, int]:
         """Drafts to verify ``[S]`` by the policy's reading of the draft, and their number."""

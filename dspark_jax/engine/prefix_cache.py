@@ -68,14 +68,16 @@ class PrefixCache:
         self._touch(known)
         new: list[Block] = []
         before = known[-1] if known else None
+        keep = set(known)
         for i in range(len(known), count // BLOCK):
-            row = self._row({*known, *new})
+            row = self._row(keep)
             if row is None:
                 break
             block = Block(row, before, tuple(text[i * BLOCK : (i + 1) * BLOCK]))
             (self._first if before is None else before.after)[block.tokens] = block
             self._used[block] = None
             new.append(block)
+            keep.add(block)
             before = block
         self._touch([*known, *new])
         return Saving(len(known), tuple(new)) if new else None

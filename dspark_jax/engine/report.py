@@ -24,7 +24,8 @@ class CycleReport:
     Attributes:
         cycle: its number. program: of the target's forward; ``slots``, ``tokens`` and ``context`` are its sizes.
         requests: ``[N]`` ids. committed, offered, accepted: ``[N]`` as in ``Result``, before a stop or a limit is cut.
-        drafted: ``[N]`` drafts made for each. survival: ``[N, G]`` of their blocks, None where nothing was drafted.
+        drafted: ``[N]`` drafts made for each. survival: ``[N, G]`` of their blocks, None where nothing was drafted
+            and in mode ``fixed``, which does not ask.
         drafts: ``[N, G]`` their tokens, None where survival is.
         scheduled: drafts admitted over all requests. probe, fallback: see ``policy.Decision``.
         predicted_ms: by the step-time table, None without one.
@@ -65,7 +66,7 @@ class Reports:
 
     def settled(self, flight: Flight, out: Emitted) -> list[Score]:
         """Books a cycle that has just been read. Returns what it says to the policy, of requests still at work."""
-        now = time.perf_counter()
+        now = time.perf_counter() if flight.over is None else flight.over
         decoding_ms = 1e3 * (now - max(flight.began, self._settled)) if flight.decodes else None
         measured_ms = decoding_ms if flight.alone else None
         self._settled = now
@@ -75,7 +76,8 @@ class Reports:
         # A copy: scores are remembered, and a view would keep the device's array as long.
         survival = None if flight.survival is None else np.array(flight.survival)
         rows = [row for row in plan.places if out.count[row]]
-        inside = (plan.least != OUTSIDE) if survival is not None else np.zeros(plan.slots, bool)
+        drafted = survival is not None or key.kind == "verify"  # scores are read only where the mode asks for them
+        inside = (plan.least != OUTSIDE) if drafted else np.zeros(plan.slots, bool)
         predicted_ms = predicted(flight)
         self._count(flight, out, rows, inside, predicted_ms, measured_ms)
         if self._drift is not None and predicted_ms is not None and measured_ms is not None:

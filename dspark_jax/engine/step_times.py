@@ -33,11 +33,13 @@ class StepTimes:
     def __init__(self, table: StepTimeTable, measured: bool) -> None:
         self.table, self.measured = table, measured
         self._curves: dict[tuple[int, ...], StepTimeTable] = {}
+        self._drafts: dict[tuple[int, int], float] = {}
         self._pieces: dict[tuple[int, int], float] = {}
 
     def curve(self, requests: int, slots: int, context: int, last: int) -> StepTimeTable:
         """Step times of a cycle for ``requests`` in a slot bucket, with ``context`` cache cells, up to ``last``
-        tokens: those of its largest program."""
+        tokens: those of its largest program. Steps that are never to be run (infinite ones at the end) are no part of
+        it, so that not even a probe takes one."""
         key = (requests, slots, context, last)
         if key not in self._curves:
             row = self.table.at(context, slots)
@@ -48,12 +50,17 @@ class StepTimes:
             if last < tokens[-1]:
                 kept = sum(t < last for t in tokens)
                 tokens, ms = [*tokens[:kept], last], [*ms[:kept], row.ms(last)]
+            while len(ms) > 1 and math.isinf(ms[-1]) and tokens[-2] >= requests:  # never run this many
+                tokens, ms = tokens[:-1], ms[:-1]
             self._curves[key] = dataclasses.replace(row, tokens=tokens, milliseconds=ms)
         return self._curves[key]
 
     def draft_ms(self, slots: int, context: int) -> float:
         """Milliseconds of drafting for a slot bucket; 0 where the table does not say."""
-        return self.table.at(context, slots).draft_ms or 0.0
+        place = slots, context
+        if place not in self._drafts:  # asked for in every cycle
+            self._drafts[place] = self.table.at(context, slots).draft_ms or 0.0
+        return self._drafts[place]
 
     def piece_ms(self, tokens: int, context: int) -> float:
         """Milliseconds of a piece of prompt, which is not in the table: by the additive model of the table's steps, for
@@ -85,18 +92,22 @@ def given(value: Any, here: Mapping[str, str], buckets: Buckets) -> StepTimes | 
     """The step times of ``EngineConfig.step_time``: an object is used as it is, a file must be of this machine.
 
     Raises:
-        ValueError: a file that is no table, one of another machine, device, dtype or model, or one that ends before
-            the largest batch.
+        ValueError: a file that is no table, one of another machine, device, dtype or model; or a table that ends before
+            the largest batch, or says never to run it.
         OSError: it cannot be read.
     """
     if value is None:
         return None
+    if not isinstance(value, StepTimeTable | str | os.PathLike):
+        raise ValueError(f"step_time must be a StepTimeTable or the path of one, found {type(value).__name__}")
     times = StepTimes(value, measured=False) if isinstance(value, StepTimeTable) else _from_file(value, here)
     for slots in buckets.slots:
         for context in buckets.contexts_of(slots):
-            last = times.table.at(context, slots).last
-            if last < slots:  # it would fail in the middle of traffic
-                raise ValueError(f"step_time: its last entry is {last} tokens, but {slots} requests may run")
+            row = times.table.at(context, slots)
+            if row.last < slots:  # it would fail in the middle of traffic
+                raise ValueError(f"step_time: its last entry is {row.last} tokens, but {slots} requests may run")
+            if math.isinf(row.window(1, slots).max()):
+                raise ValueError(f"step_time: {slots} requests may run, but some step without drafts is infinite there")
     return times
 
 

@@ -71,7 +71,7 @@ class Tenancy(Ground):
         self._pieces = []
         while (newcomer := self._newcomer(bool(self._pieces), room)) is not None:
             room -= self._prefill(newcomer, room)
-        if self._waiting:
+        if self._waiting and self._has_memory_for(self._waiting[0]):
             return  # they will fill the holes
         while (move := self._slots.compaction(self.buckets.slot_bucket)) is not None:
             self._state = self._programs.move(self._state, *move)
@@ -89,7 +89,7 @@ class Tenancy(Ground):
         if not self._waiting or not self._slots.vacant:
             return None
         first = self._waiting[0]
-        if len(self._slots) and self._needed() + self._need(first) > self.cache_tokens:
+        if not self._has_memory_for(first):
             return None
         self._slots.take(self._waiting.popleft())
         self._welcome(first)
@@ -100,7 +100,7 @@ class Tenancy(Ground):
         request, text = tenant.request, tenant.text
         found = self._prefixes.match(text, len(text) - 1)  # the last token is computed in any case
         if not tenant.admitted:
-            if self._policy.competes and not request.coupled:
+            if self._competes and not request.coupled:
                 tenant.seed = self._seeds.claim(tenant.id, tenant.seed)
             tenant.confidence_temperature = self._temperatures.of(request)
             tenant.admitted, tenant.cached = True, len(found) * BLOCK
@@ -147,6 +147,10 @@ class Tenancy(Ground):
 
     def _needed(self) -> int:
         return sum(self._need(t) for t in self._slots)
+
+    def _has_memory_for(self, tenant: Tenant) -> bool:
+        """Beside those who have a slot; one alone always has."""
+        return not len(self._slots) or self._needed() + self._need(tenant) <= self.cache_tokens
 
     def _preempt(self) -> None:
         """Takes slots away: from those who were asked to leave, and from the youngest while there is too little

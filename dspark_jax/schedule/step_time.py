@@ -111,7 +111,7 @@ class StepTimeTable:
         count = operator.index(tokens)
         if not 0 <= count <= self.last:
             raise ValueError(f"{count} tokens are outside the step-time table, whose last entry is {self.last} tokens")
-        return int(np.searchsorted(self.tokens, count))
+        return int(self.tokens.searchsorted(count))
 
     def window(self, first: int, count: int) -> np.ndarray:
         """`ms` of first, first + 1, ... as one array.
@@ -124,7 +124,7 @@ class StepTimeTable:
         """
         begin = self._entry(first)
         last = min(first + count - 1, self.last)
-        end = int(np.searchsorted(self.tokens, last)) + 1
+        end = int(self.tokens.searchsorted(last)) + 1
         if end - begin == last - first + 1:  # an entry for every count
             return self.milliseconds[begin:end].copy()
         edges = np.minimum(self.tokens[begin:end], last)

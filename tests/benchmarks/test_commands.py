@@ -52,6 +52,22 @@ def test_more_drafts_than_a_block_has_are_refused_before_anything_runs(
         assert said.err == line and not said.out
 
 
+@pytest.mark.parametrize(
+    ("loads", "users", "said"),
+    [("1,3", 2, "--loads: 3 requests at once"), ("2", 3, "--switch-users: 3 requests at once"), ("2", 0, "--switch-u")],
+)
+def test_loads_that_the_table_does_not_know_are_refused_before_anything_runs(
+    loads: str, users: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table of two slots would have told three requests the price of two."""
+    path = tmp_path / "table.json"
+    StepTimeTable([2, 32], [10.0, 11.0], slots=2, draft_ms=1.0).save(path)
+    arguments = ["curves", "--step-time", str(path), "--loads", loads, "--switch-users", str(users), "--fixed", "1"]
+    assert simulate_serving.main([*arguments, "--out", str(tmp_path / "curves")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"simulate_serving: {said}") and not captured.out
+
+
 ARGUMENTS = ["--target", "tiny", "--fixed", "", "--concurrency", "1,2", "--shown", "", "--rounds", "2"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -265,7 +266,26 @@ def test_regretted_drafts_are_those_the_text_repeats() -> None:
     assert cycle([4, 4, 6, 6, 6], [4, 4, 6], accepted=2, offered=3) == 4  # 4 of the block before, then 6 is not 4
 
 
-def test_a_table_that_is_too_short_is_refused_at_start_up(models: Models) -> None:
-    table = StepTimeTable(tokens=[1, 2], milliseconds=[1.0, 2.0])
-    with pytest.raises(ValueError, match="step_time: its last entry is 2 tokens, but 4 requests may run"):
+def test_a_step_that_is_never_to_be_run_is_taken_by_no_probe(lagged_engine: Engine) -> None:
+    """A table may say so by an infinite entry. Four requests skip more cycles than a probe waits for."""
+    engine = as_new(lagged_engine)
+    never = StepTimeTable([1, 2, 3, 4, 32], [1.0, 1e3, 1e6, 1e9, math.inf])
+    engine._times = StepTimes(never, measured=False)
+    before = engine.counters()
+    got = run_all(engine, [Request([n], 16, Sampling(0.0)) for n in range(4)])
+    change = difference(before, engine.counters())
+    assert [len(tokens) for tokens, _, _ in got] == [16] * 4
+    assert change["skipped_drafts"] > 4 * 8 and change["probes"] == change["drafted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (StepTimeTable([1, 2], [1.0, 2.0]), "step_time: its last entry is 2 tokens, but 4 requests may run"),
+        (StepTimeTable([2, 4, 32], [1.0, math.inf, 9.0]), "step_time: 4 requests may run, but some step without"),
+        (7, "step_time must be a StepTimeTable or the path of one, found int"),
+    ],
+)
+def test_a_table_that_does_not_serve_is_refused_at_start_up(table: Any, message: str, models: Models) -> None:
+    with pytest.raises(ValueError, match=message):
         Engine(*models, engine_config(mode="lagged", step_time=table))

@@ -110,4 +110,5 @@ def test_what_was_not_measured_says_nothing() -> None:
     drift = Drift(BUCKETS, correct=True)
     drift.observe(0, PLAIN, 0.0, 1.0)
     drift.observe(1, PLAIN, 1.0, 0.0)
+    drift.observe(2, PLAIN, math.inf, 1.0)
     assert drift.ratio == 1.0

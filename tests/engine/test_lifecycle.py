@@ -216,6 +216,17 @@ def test_the_verify_forward_really_shrinks(fixed: Engine) -> None:
         assert 0 < computed <= cycles * (BLOCK + 1) * count and padding < computed
 
 
+def test_whole_blocks_are_reported_as_drafted_though_nobody_asks_for_their_scores(fixed: Engine) -> None:
+    reports: list[Any] = []
+    fixed.watch(reports.append)
+    before = fixed.counters()["trimmed"]
+    run_all(fixed, [Request([n] * 30, 18, GREEDY) for n in range(5)])  # up to the end of the window
+    fixed._reports.watchers.clear()
+    assert reports and all(r.survival is None and (r.drafted == BLOCK).all() for r in reports)
+    trimmed = fixed.counters()["trimmed"] - before
+    assert trimmed == sum(int((r.drafted - r.offered).sum()) for r in reports) > 0
+
+
 def test_requests_without_a_seed_differ_and_follow_the_engine_s_seed(models: Models, fixed: Engine) -> None:
     """Fresh seeds: two runs of one prompt differ; an engine with the same seed repeats itself."""
     request = Request([1, 2, 3], 16, Sampling(1.0))

@@ -190,6 +190,16 @@ def test_skipped_drafts_are_probed_again() -> None:
             assert all(d.least.tolist() == [OUTSIDE, OUTSIDE] for d in found if not d.drafts)
 
 
+def test_a_probe_waits_for_a_step_that_has_room() -> None:
+    """A budget of tokens that two requests fill: nothing is drafted or said to be a probe, and the wait for one begins
+    when there is room."""
+    policy, tenants = Lagged(3), [tenant(0), tenant(1)]
+    full = StepTimeTable(tokens=[2], milliseconds=[1.0])
+    found = [policy.decide(n, tenants, costs_of(full)) for n in range(20)]
+    found += [policy.decide(n, tenants, costs_of(STEEP)) for n in range(20, 30)]
+    assert [n for n, decision in enumerate(found) if decision.probe or decision.drafts] == [27]
+
+
 def run_cycles(policy: Lagged, tenants: list[Tenant], rows: list[list[float]], count: int, first: int = 0) -> list[Any]:
     """Cycles in which every request inside the draft batch gets its row as score."""
     found = []

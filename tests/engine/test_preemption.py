@@ -229,6 +229,36 @@ def test_the_youngest_makes_room_and_all_texts_are_the_same(fixed: Engine, model
     assert fixed.counters()["preemptions"] > before["preemptions"]
 
 
+def test_a_hole_that_nobody_has_memory_to_fill_is_closed(fixed: Engine, monkeypatch: Any) -> None:
+    """Three short requests end before the fourth, and the fifth does not fit beside that one: it must wait for it, and
+    the fourth moves to the lowest slot meanwhile, whose program is the smaller one."""
+    monkeypatch.setattr(fixed, "cache_tokens", 40)
+    for _ in range(3):
+        fixed.submit(Request([1], 2, GREEDY))
+    long, large = fixed.submit(Request([2], 20, GREEDY)), fixed.submit(Request([3] * 30, 4, GREEDY))
+    while [tenant.id for tenant in fixed._slots] != [long]:
+        fixed.step()
+    fixed.step()
+    assert [(tenant.id, tenant.slot) for tenant in fixed._slots] == [(long, 0)] and fixed._waiting
+    results = fixed.run()
+    assert len(results[long].tokens) == 20 and len(results[large].tokens) == 4
+
+
+@pytest.mark.parametrize(("budget", "seeds"), [(None, [5, 5]), (9, [5, claim_seed(5, {5})])])
+def test_equal_seeds_are_told_apart_where_fixed_blocks_share_a_step(
+    budget: int | None, seeds: list[int], models: Models
+) -> None:
+    """With fewer tokens a step than whole blocks, the end of one request makes the other's blocks longer. What ended it
+    were numbers of its seed, which therefore must not be the other's."""
+    engine = Engine(*models, engine_config(max_num_batched_tokens=budget))
+    for _ in range(2):
+        engine.submit(Request([1], 20, Sampling(0.8), 5, "rejection"))
+        tenant = engine._waiting.popleft()
+        engine._slots.take(tenant)
+        engine._welcome(tenant)
+    assert [tenant.seed for tenant in engine._slots] == seeds
+
+
 def test_memory_that_does_not_hold_one_request_is_refused(models: Models) -> None:
     with pytest.raises(ValueError, match="kv_cache_tokens: 48 tokens do not hold one request"):
         Engine(*models, engine_config(kv_cache_tokens=WINDOW))

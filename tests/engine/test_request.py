@@ -82,7 +82,12 @@ def test_the_rule_is_the_request_s_own_else_coupled_with_a_seed_else_the_engine_
         ({"confidence_threshold": 1.5}, "confidence_threshold"),
         ({"slot_buckets": (4, 2)}, "slot_buckets must increase"),
         ({"context_buckets": ()}, "context_buckets is empty"),
+        ({"slot_buckets": 4}, "slot_buckets must be a sequence of integers, found 4"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be an integer of at least 1"),
+        ({"min_gain": None}, "min_gain must be a number, found None"),
+        ({"confidence_threshold": "0.5"}, "confidence_threshold must be a number, found '0.5'"),
+        ({"profile_temperature": float("nan")}, "profile_temperature must be a finite number >= 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0 or None, found -1"),
     ],
 )
 def test_a_bad_configuration_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
