@@ -104,6 +104,32 @@ def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_r
     assert all(line["total"] is not None for line in _lines(tmp_path / "run"))
 
 
+def test_steps_behind_the_last_whole_stretch_of_the_log_are_written_and_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines every two steps; the text lasts for three. The third step has its line, and where its two updates are
+    without a finite loss the run says so instead of ending as if nothing had been."""
+    config = tiny_run.config(tmp_path, 6, run=RunConfig(log_every=2, save_every_s=3600.0, max_skipped=2))
+    run = Run(config, tiny_run.target(), tmp_path / "run")
+    with pytest.raises(OutOfText, match="all 6 records"):
+        run.run()
+    assert [line["step"] for line in _lines(tmp_path / "run")] == [2, 3]
+    assert _lines(tmp_path / "run")[-1]["records"] == 6
+
+    run = Run(config, tiny_run.target(), tmp_path / "broken")
+    sound, next_batch = run.frozen, run._next_batch
+
+    def breaks() -> Any:
+        if int(run.state.step) == 2:
+            params = {**sound.target.params, "norm": sound.target.params["norm"].at[0].set(jnp.nan)}
+            run.frozen = sound.replace(target=sound.target.replace(params=params))
+        return next_batch()
+
+    monkeypatch.setattr(run, "_next_batch", breaks)
+    with pytest.raises(NonFiniteLoss, match="step 3: 2 updates in a row .* no checkpoint was written yet"):
+        run.run()
+
+
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
