@@ -51,7 +51,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.anchors % self.rounds:
             raise ValueError(f"anchors = {self.anchors} cannot be shared among rounds = {self.rounds}")
-        for name in ("length", "batch", "anchors", "heldout_anchors"):
+        for name in ("length", "batch", "anchors", "heldout_batches", "heldout_anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
         if self.first < 0:
