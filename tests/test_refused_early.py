@@ -25,6 +25,8 @@ from tests.train import tiny_run
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = LayerConfig(1, 8, RopeConfig())
 TARGET = DecoderConfig("llama", tiny_run.VOCAB, 16, 32, 2, (LAYER, LAYER), tie_embeddings=True, max_positions=64)
+FITS = ("drafter.target_layer_ids=[0, 1]", "drafter.copy_layers=[1]", "drafter.draft_vocab=20")
+"""What an EAGLE-3 drafter of this target must set otherwise than that of SmolLM2."""
 
 
 def script(name: str) -> Any:
@@ -118,8 +120,9 @@ def test_a_calibration_refuses_a_drafter_that_is_not_there(tmp_path: Path, capsy
             ("drafter.method=mtp", "drafter.block_size=1"),
             "drafter.target_layer_ids of an MTP module .* found [1, 14, 26]",
         ),
-        (("drafter.method=eagle3", "data.train=./nowhere"), "nowhere"),
-        (("drafter.start_from=./nowhere",), "drafter.start_from: ./nowhere: no such directory"),
+        (("drafter.draft_vocab=20",), "drafter: target_layer_ids must rise from -1 .* to 1 or less, found [1, 14, 26]"),
+        ((*FITS, "data.train=./nowhere"), "nowhere"),
+        ((*FITS, "drafter.start_from=./nowhere"), "drafter.start_from: ./nowhere: no such directory"),
     ],
 )
 def test_training_of_a_chain_refuses_taps_data_and_its_beginning_before_the_target(
