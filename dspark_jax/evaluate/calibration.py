@@ -109,10 +109,9 @@ class CalibrationRun:
         self.target, self.drafter = models
         if not self.drafter.has_confidence:
             raise ValueError(f"{config.drafter}: this drafter has no confidence head, there is nothing to calibrate")
-        window = min(config.decode.max_model_len, self.target.max_positions)
         sets = {"fit": config.fit, "heldout": config.heldout}
         self.tasks = {
-            name: load_tasks(suites, self.target.tokenizer, config.decode, window) if suites else []
+            name: load_tasks(suites, self.target, config.decode) if suites else []
             for name, suites in sets.items()
         }
         self._check_folder()

@@ -124,6 +124,14 @@ def test_records_of_something_else_are_refused_with_what_differs_and_the_remedy(
     refused("heldout.held.tokens: .*")
 
 
+def test_prompts_of_another_tokenizer_are_refused_by_line(case: Any, tmp_path: Path) -> None:
+    """A token that the target does not have would be read as its last one."""
+    config, models = case
+    (tmp_path / "held.jsonl").write_text('{"prompt_ids": [1]}\n{"prompt_ids": [1, 5]}\n')
+    with pytest.raises(ValueError, match=r"held\.jsonl:2: token id 5, but the target has 5 tokens"):
+        CalibrationRun(config, tmp_path / "out", models)
+
+
 def test_a_header_of_records_that_a_full_disk_cut_off_is_named(case: Any, tmp_path: Path) -> None:
     config, models = case
     CalibrationRun(config, tmp_path / "out", models)
