@@ -57,6 +57,13 @@ class Records:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def fitting(self, vocab_size: int) -> Records:
+        """The records themselves. Raises ValueError where they are of a larger vocabulary than ``vocab_size``."""
+        known = self.meta.get("vocab_size", 0)
+        if known > vocab_size:
+            raise ValueError(f"{self.path}: records of {known} different tokens, but the target has {vocab_size}")
+        return self
+
     @property
     def sources(self) -> list[str] | None:
         """Where each record comes from, as its maker named it; None where nobody wrote it down."""

@@ -47,12 +47,12 @@ def build(config: TrainConfig, target: Target, folder: str | Path, limit: int = 
     them.
 
     Shards that are there and sound are left as they are. Returns the number of records. Raises ValueError where the
-    target has not the layers that are tapped, the folder holds states of something else or from another record on, or a
-    state does not fit into float16.
+    target has not the layers that are tapped or the tokens that are read, the folder holds states of something else or
+    from another record on, or a state does not fit into float16.
     """
     drafter_config(config.drafter, target.config)  # says what the target does not have
     data = config.data
-    records = Records(data.train)
+    records = Records(data.train).fitting(target.vocab_size)
     usable = records.usable(data.length, data.least_learnt).tolist()
     ids = usable[data.first :][: limit or len(usable)]
     if not ids:

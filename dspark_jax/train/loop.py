@@ -63,8 +63,8 @@ class Input(NamedTuple):
 def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -> Input:
     """Checks a configuration against a run's folder, its data sets and its target's configuration; needs no weights.
 
-    Raises ValueError where the folder holds a run that this configuration cannot continue, the data sets are too
-    small or the target cannot have such a drafter; FileNotFoundError where there are none.
+    Raises ValueError where the folder holds a run that this configuration cannot continue, the data sets are too small,
+    of another vocabulary, or the target cannot have such a drafter; FileNotFoundError where there are none.
     """
     given, config = config, fitted(config)
     check_same(given, Path(folder), write=False)
@@ -77,7 +77,7 @@ def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"drafter.start_from: {error}") from None
     data = config.data
-    records, heldout = Records(data.train), Records(data.heldout)
+    records, heldout = (Records(place).fitting(target.vocab_size) for place in (data.train, data.heldout))
     usable = records.usable(data.length, data.least_learnt)
     if len(usable) < data.batch:
         raise ValueError(

@@ -148,7 +148,7 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(
     assert int(Run(config, tiny_run.target(), tmp_path / "run").state.step) == 2
 
 
-def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
+def test_data_sets_that_are_too_small_or_of_another_vocabulary_are_named(tmp_path: Path) -> None:
     config = tiny_run.config(tmp_path, 3)
     few = dataclasses.replace(config, data=dataclasses.replace(config.data, least_learnt=17))
     with pytest.raises(ValueError, match="train: 0 of 3 records have 17 learnt tokens among their first 20"):
@@ -156,6 +156,10 @@ def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
     few = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_batches=3))
     with pytest.raises(ValueError, match="heldout: 4 records, but an evaluation needs 6"):
         Run(few, tiny_run.target(), tmp_path / "run")
+    write_records(tmp_path / "wide", [([24] * 20, [True] * 20)] * 4, vocab_size=25)
+    wide = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=tmp_path / "wide"))
+    with pytest.raises(ValueError, match="wide: records of 25 different tokens, but the target has 24"):
+        Run(wide, tiny_run.target(), tmp_path / "run")
 
 
 def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_and_text(tmp_path: Path) -> None:
