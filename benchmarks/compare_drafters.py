@@ -11,8 +11,8 @@ and writes one table as Markdown and JSON, rows of one training time together.
 Time is what the training process computes (user and system time of all its threads, two by default): its steps and
 the checkpoints among them, between lines of its log, and the bigram start of a Markov head. Start-up, compilation of
 the steps, the last checkpoint and the evaluation do not count. Wall-clock time would depend on what else the machine
-does. ``timed_training.py`` finds the number of steps from the first few, the last quarter of all with a falling learning
-rate (``wsd``). What was really used is measured and stands in the table.
+does. ``timed_training.py`` finds the number of steps from the first few, the last quarter of all with a falling
+learning rate (``wsd``). What was really used is measured and stands in the table.
 
 Rows read the same records in the same order; a cheaper step sees more of them. A bigram start reads those records only
 that its row trains on. The trimmed draft vocabulary is counted over the whole training text, the same for all rows.

@@ -111,8 +111,7 @@ class CalibrationRun:
             raise ValueError(f"{config.drafter}: this drafter has no confidence head, there is nothing to calibrate")
         sets = {"fit": config.fit, "heldout": config.heldout}
         self.tasks = {
-            name: load_tasks(suites, self.target, config.decode) if suites else []
-            for name, suites in sets.items()
+            name: load_tasks(suites, self.target, config.decode) if suites else [] for name, suites in sets.items()
         }
         self._check_folder()
 

@@ -218,7 +218,9 @@ def test_a_calibration_that_cannot_be_installed_stops_with_the_installed_file_as
         return write(self, content)
 
     monkeypatch.setattr(Path, "write_bytes", refused)
-    with pytest.raises(ValueError, match=r"calibration\.json cannot be written \(Permission denied\); .*install = false"):
+    with pytest.raises(
+        ValueError, match=r"calibration\.json cannot be written \(Permission denied\); .*install = false"
+    ):
         CalibrationRun(config, tmp_path / "out", models).run()
     assert len(load_tables(tmp_path / "out" / "calibration.json")) == 2
     assert (tmp_path / "out" / "calibration_report.md").is_file() and installed.read_bytes() == before

@@ -119,8 +119,8 @@ class Clock:
 def test_a_run_ends_decayed_within_its_time(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the four seconds 2.7 at least are trained in: 135 steps, and fewer than the 175 that would fit if starting took
-    no time. The second stretch goes on in the same run and ends a quarter later than its rate begins to fall."""
+    """Of the four seconds 2.7 at least are trained in: 135 steps, and fewer than the 175 that would fit if starting
+    took no time. The second stretch goes on in the same run and ends a quarter later than its rate begins to fall."""
     clock = Clock()
     monkeypatch.setattr(script, "time", clock)
     monkeypatch.setattr(script, "train", clock.train)
