@@ -53,7 +53,7 @@ def held_out(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, values in line["heldout"].items()
         }
         points.append({"step": line["step"], "positions": line["positions"], "falling": falling, "widths": widths})
-    for point, following in zip(points, [*points[1:], None], strict=True):
+    for point, following in zip(points, [*points, None][1:], strict=True):
         point["end"] = point["falling"] and (following is None or not following["falling"])
     return points
 
