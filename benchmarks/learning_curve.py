@@ -38,12 +38,14 @@ def held_out(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A point for every held-out line behind step 0: step, positions, values by width, whether the rate was falling,
     and whether the next point's is not (the end of a stretch)."""
     rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
-    highest = max(rates.values())
-    warm = min(step for step, rate in rates.items() if rate == highest)
+    highest = max(rates.values(), default=0.0)
+    warm = min((step for step, rate in rates.items() if rate == highest), default=0)
     points: list[dict[str, Any]] = []
     for line in lines:
         if "heldout" not in line or line["step"] <= 0:  # what another run has ended with, or nothing learnt yet
             continue
+        if points and points[-1]["step"] == line["step"]:  # a run that was started again behind its end
+            points.pop()
         before = [step for step in rates if step <= line["step"]]
         falling = bool(before) and max(before) > warm and rates[max(before)] < FALLING * highest
         widths = {
@@ -51,7 +53,7 @@ def held_out(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, values in line["heldout"].items()
         }
         points.append({"step": line["step"], "positions": line["positions"], "falling": falling, "widths": widths})
-    for point, following in zip(points, [*points[1:], None], strict=True):
+    for point, following in zip(points, [*points, None][1:], strict=True):
         point["end"] = point["falling"] and (following is None or not following["falling"])
     return points
 
@@ -132,12 +134,18 @@ def draw(path: Path, points: list[dict[str, Any]], rolled: list[tuple[float, flo
     figures.save(path, 2, 1, panels)
 
 
+def rolled_out(text: str) -> tuple[float, float]:
+    """``751770=1.402``: positions and accepted length. Raises ValueError."""
+    positions, _, length = text.partition("=")
+    return float(positions), float(length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a training run")
     parser.add_argument("--to", type=float, default=12e6, help="positions to carry the fits on to")
     parser.add_argument("--earlier", type=Path, help="result (JSON) of the run that this one started from")
-    parser.add_argument("--rolled-out", action="append", default=[], metavar="POSITIONS=LENGTH")
+    parser.add_argument("--rolled-out", type=rolled_out, action="append", default=[], metavar="POSITIONS=LENGTH")
     parser.add_argument("--rolled-out-what", default="", help="how those were measured")
     parser.add_argument("--out", type=Path, required=True, help="result without ending: OUT.json and OUT.png")
     args = parser.parse_args()
@@ -154,18 +162,17 @@ def main() -> None:
             points = read_earlier(args.earlier, begun) + points
         except ValueError as error:
             parser.error(str(error))
-    rolled = [(float(a), float(b)) for a, _, b in (entry.partition("=") for entry in args.rolled_out)]
     known = environment()
     content = {
         "command": f"python benchmarks/learning_curve.py --run RUN --to {args.to:g}",
         "commit": known["commit"],
         "points": points,
-        "rolled_out": {"how": args.rolled_out_what, "points": rolled},
-        "fits": curve(points, rolled, args.to),
+        "rolled_out": {"how": args.rolled_out_what, "points": args.rolled_out},
+        "fits": curve(points, args.rolled_out, args.to),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draw(args.out.with_suffix(".png"), points, rolled, args.rolled_out_what, args.to)
+    draw(args.out.with_suffix(".png"), points, args.rolled_out, args.rolled_out_what, args.to)
     for name, found in content["fits"].items():
         print(name, json.dumps(found))
 

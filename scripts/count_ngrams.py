@@ -5,7 +5,7 @@
 
 The folder is named like any drafter's in ``scripts/evaluate.py``, ``scripts/generate.py`` and the server. Drafts are
 drawn from the interpolated law of the last tokens; ``--set successors=1`` makes each context's likeliest successor a
-certain draft. Both are exact, and at temperature 0 they are one.
+certain draft. Both are exact, and at temperature 0 they are one. Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dspark_jax.command_line import begin_logging, exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data import ngrams
 from dspark_jax.data.records import Records
+from dspark_jax.whole_file import DiskFull, full_disk_is_said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         shape = ngrams.NgramConfig(records.meta["vocab_size"], config.order, config.successors, config.block_size)
         tables = ngrams.count(records, shape, least=config.least)
         source = {"records": len(records), "learnt_tokens": int(records.loss_mask.sum()), "least": config.least}
-        ngrams.save(args.out, shape, tables, source)
+        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+            ngrams.save(args.out, shape, tables, source)
         contexts = 0 if tables.second is None else len(tables.second)
         print(f"{args.out}: order {config.order}, {source['learnt_tokens']} tokens, {contexts} trigram contexts")
 
-    return exit_status(act)
+    return exit_status(act, DiskFull)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python scripts/parity.py CASE_DIR --out got.npz [--dtype float32]
 
-Exit status 2: the case is of a kind this version does not compute.
+Exit status: 0 done; 2 refused (no such case, a file of it is wrong, or it is of a kind this version does not compute).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_jax.evaluate.parity import UnsupportedCase, compute, load_case
+from dspark_jax.command_line import exit_status
+from dspark_jax.evaluate.parity import Case, compute, load_case
 
 
 def main() -> int:
@@ -26,11 +27,10 @@ def main() -> int:
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    try:
-        arrays = compute(load_case(args.case, args.dtype))
-    except UnsupportedCase as error:
-        print(error, file=sys.stderr)
-        return 2
+    cases: list[Case] = []
+    if status := exit_status(lambda: cases.append(load_case(args.case, args.dtype))):
+        return status
+    arrays = compute(cases[0])
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with open(args.out, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -53,9 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     if status := exit_status(make, DiskFull):
         return status
     (run,) = made
-    if args.export_only is not None:
-        print(run.export(args.export_only))
-        return 0
+    if (place := args.export_only) is not None:
+
+        def export() -> None:
+            with full_disk_is_said(f"{place}: no space left on the disk; make room and start again"):
+                print(run.export(place))
+
+        return exit_status(export, DiskFull)
     try:
         run.run()
     except (DamagedShard, DiskFull, NonFiniteLoss, OutOfText) as error:

@@ -12,7 +12,7 @@ says ``"decayed": false``.
 ``--start-from`` continues a drafter: behind the records of the same text that its config.json says it has seen, with a
 warm-up of ten steps.
 
-Exit status: 0 done; 2 refused; 3 the time was over before the rate had fallen.
+Exit status: 0 done; 2 refused; 3 the time was over before the rate had fallen, or training stopped (scripts/train.py).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def steps_in(seconds: float, probe: int, lines: Sequence[dict[str, Any]], probe_
 def train(config: Path, out: Path, changes: Sequence[str], until: float) -> bool:
     """One process of ``scripts/train.py``. False where it was stopped since ``time.monotonic()`` passed ``until``.
 
-    Raises RuntimeError where it ends with an error."""
+    Raises ValueError where it refuses its input, RuntimeError where it ends with another error; it has said why."""
     command = [*TRAIN, "--config", str(config), "--out", str(out)]
     process = subprocess.Popen(command + [part for change in changes for part in ("--set", change)])
     try:
@@ -101,7 +101,8 @@ def train(config: Path, out: Path, changes: Sequence[str], until: float) -> bool
             process.kill()
             process.wait()
     if status:
-        raise RuntimeError(f"training ended with status {status}")
+        kind = ValueError if status == 2 else RuntimeError
+        raise kind(f"training ended with status {status}, for the reason above")
     return True
 
 

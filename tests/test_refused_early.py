@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import json
@@ -24,6 +25,8 @@ from tests.train import tiny_run
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = LayerConfig(1, 8, RopeConfig())
 TARGET = DecoderConfig("llama", tiny_run.VOCAB, 16, 32, 2, (LAYER, LAYER), tie_embeddings=True, max_positions=64)
+FITS = ("drafter.target_layer_ids=[0, 1]", "drafter.copy_layers=[1]", "drafter.draft_vocab=20")
+"""What an EAGLE-3 drafter of this target must set otherwise than that of SmolLM2."""
 
 
 def script(name: str) -> Any:
@@ -117,8 +120,9 @@ def test_a_calibration_refuses_a_drafter_that_is_not_there(tmp_path: Path, capsy
             ("drafter.method=mtp", "drafter.block_size=1"),
             "drafter.target_layer_ids of an MTP module .* found [1, 14, 26]",
         ),
-        (("drafter.method=eagle3", "data.train=./nowhere"), "nowhere"),
-        (("drafter.start_from=./nowhere",), "drafter.start_from: ./nowhere: no such directory"),
+        (("drafter.draft_vocab=20",), "drafter: target_layer_ids must rise from -1 .* to 1 or less, found [1, 14, 26]"),
+        ((*FITS, "data.train=./nowhere"), "nowhere"),
+        ((*FITS, "drafter.start_from=./nowhere"), "drafter.start_from: ./nowhere: no such directory"),
     ],
 )
 def test_training_of_a_chain_refuses_taps_data_and_its_beginning_before_the_target(
@@ -136,25 +140,48 @@ def test_training_of_a_chain_refuses_taps_data_and_its_beginning_before_the_targ
         assert word in error
 
 
+def tiny_training(place: Path) -> list[str]:
+    """The flags of a run that could be made; its target's weights are not there."""
+    target, text = target_directory(place / "target"), tiny_run.records(place / "text", 8)
+    lines = [f'target = "{target}"', "[data]", f'train = "{text}"', f'heldout = "{text}"', "length = 20", "anchors = 6"]
+    lines += ["heldout_batches = 1", "heldout_anchors = 4", "[drafter]", "layers = 1", "target_layer_ids = [0]"]
+    (place / "c.toml").write_text("\n".join([*lines, "mask_token_id = 1", "markov_rank = 4"]))
+    return ["--config", str(place / "c.toml"), "--out", str(place / "out")]
+
+
 def test_a_second_training_process_of_a_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A lock that another open file has is as another process's. Nothing of the folder is read or written before."""
     train = script("train")
     monkeypatch.setattr(train, "load_target", load_target)
-    target, text = target_directory(tmp_path / "target"), tiny_run.records(tmp_path / "text", 8)
-    lines = [f'target = "{target}"', "[data]", f'train = "{text}"', f'heldout = "{text}"', "length = 20", "anchors = 6"]
-    lines += ["heldout_batches = 1", "heldout_anchors = 4", "[drafter]", "layers = 1", "target_layer_ids = [0]"]
-    (tmp_path / "c.toml").write_text("\n".join([*lines, "mask_token_id = 1", "markov_rank = 4"]))
+    argv = tiny_training(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
     with open(out / "lock", "w") as other:
         other.write("4711\n")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        error = told(train.main, ["--config", str(tmp_path / "c.toml"), "--out", str(out)], capsys)
+        error = told(train.main, argv, capsys)
     assert error == f"error: {out}: process 4711 is training here; wait for it, stop it, or take another folder\n"
     assert [path.name for path in out.iterdir()] == ["lock"]
+
+
+def test_an_export_to_a_full_disk_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full:
+        def __init__(self, *_: Any) -> None: ...
+
+        def export(self, place: Path) -> Path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    train = script("train")
+    monkeypatch.setattr(train, "load_target", lambda name: None)
+    monkeypatch.setattr(train, "Run", Full)
+    assert train.main([*tiny_training(tmp_path), "--export-only", str(tmp_path / "drafter")]) == 3
+    error = capsys.readouterr().err
+    assert error == f"stopped: {tmp_path / 'drafter'}: no space left on the disk; make room and start again\n"
 
 
 def test_the_configuration_of_a_target_needs_no_weights(tmp_path: Path) -> None:

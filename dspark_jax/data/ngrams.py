@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.data.records import Records
+from dspark_jax.whole_file import write_whole
 
 METHOD = "ngram"
 TABLES, CONFIG = "ngram.npz", "config.json"
@@ -164,17 +165,17 @@ def _log(p: np.ndarray) -> np.ndarray:
 
 
 def save(folder: str | Path, config: NgramConfig, tables: NgramTables, source: Mapping[str, Any] | None = None) -> None:
-    """Writes ``ngram.npz``, then ``config.json`` with its checksum; a folder cut off in between does not load."""
+    """Writes ``ngram.npz``, then ``config.json`` with its checksum, each as a whole; cut off in between, a folder does
+    not load."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / CONFIG).unlink(missing_ok=True)
     arrays = {name: value for name, value in dataclasses.asdict(tables).items() if value is not None}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    (place / TABLES).write_bytes(buffer.getbuffer())
+    write_whole(place / TABLES, buffer.getvalue())
     digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
     content = {**dataclasses.asdict(config), "sha256": digest, "source": dict(source or {})}
-    (place / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(place / CONFIG, json.dumps(content, indent=2) + "\n")
 
 
 def is_ngram(raw: Mapping[str, Any]) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dspark_jax.whole_file import write_array
+from dspark_jax.whole_file import write_array, write_whole
 
 TOKENS, MASK, OFFSETS, META = "tokens.bin", "mask.bin", "offsets.npy", "meta.json"
 SOURCES = "sources.npy"
@@ -56,6 +57,13 @@ class Records:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def fitting(self, vocab_size: int) -> Records:
+        """The records themselves. Raises ValueError where they are of a larger vocabulary than ``vocab_size``."""
+        known = self.meta.get("vocab_size", 0)
+        if known > vocab_size:
+            raise ValueError(f"{self.path}: records of {known} different tokens, but the target has {vocab_size}")
+        return self
+
     @property
     def sources(self) -> list[str] | None:
         """Where each record comes from, as its maker named it; None where nobody wrote it down."""
@@ -92,19 +100,21 @@ def write_records(
     meta: Mapping[str, Any] | None = None,
 ) -> int:
     """Writes ``(ids, loss mask)`` pairs, or triples with the record's source; ``meta.json`` comes last, so an
-    interrupted folder does not open.
+    interrupted folder does not open. What the folder held is replaced when the first record has come: where that cannot
+    be made it stays.
 
     Returns the number of records. Raises ValueError for ids and mask of unequal lengths, and where only some records
     name their source.
     """
-    path = Path(directory)
+    path, rest = Path(directory), iter(records)
+    first = list(islice(rest, 1))
     path.mkdir(parents=True, exist_ok=True)
     for name in (META, SOURCES):
         (path / name).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     offsets, sources = [0], list[str]()
     with open(path / TOKENS, "wb") as tokens, open(path / MASK, "wb") as mask:
-        for ids, learn, *source in records:
+        for ids, learn, *source in chain(first, rest):
             if len(ids) != len(learn):
                 raise ValueError(f"record {len(offsets) - 1}: {len(ids)} ids, {len(learn)} mask values")
             tokens.write(np.asarray(ids, dtype).tobytes())
@@ -118,5 +128,5 @@ def write_records(
             raise ValueError(f"{path}: {len(sources)} of {len(offsets) - 1} records name their source; all do, or none")
         write_array(path / SOURCES, np.array([name.encode() for name in sources]))
         content["conversations"] = len(set(sources))
-    (path / META).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(path / META, json.dumps(content, indent=2) + "\n")
     return len(offsets) - 1

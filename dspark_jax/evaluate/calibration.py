@@ -28,7 +28,7 @@ from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
 from dspark_jax.types import GREEDY_TEMPERATURE
-from dspark_jax.whole_file import full_disk_is_said, write_whole
+from dspark_jax.whole_file import full_disk_is_said, is_disk_full, write_whole
 
 LOG = logging.getLogger("dspark_jax.calibrate")
 HEADER = "records.json"
@@ -109,11 +109,9 @@ class CalibrationRun:
         self.target, self.drafter = models
         if not self.drafter.has_confidence:
             raise ValueError(f"{config.drafter}: this drafter has no confidence head, there is nothing to calibrate")
-        window = min(config.decode.max_model_len, self.target.max_positions)
         sets = {"fit": config.fit, "heldout": config.heldout}
         self.tasks = {
-            name: load_tasks(suites, self.target.tokenizer, config.decode, window) if suites else []
-            for name, suites in sets.items()
+            name: load_tasks(suites, self.target, config.decode) if suites else [] for name, suites in sets.items()
         }
         self._check_folder()
 
@@ -162,14 +160,26 @@ class CalibrationRun:
         written = [self.folder / CALIBRATION_FILE]
         if self.config.install:
             written.append(find_drafter(self.config.drafter) / CALIBRATION_FILE)
+        write_whole(self.folder / "calibration_report.json", json.dumps(measures, indent=1) + "\n")
+        write_whole(self.folder / "calibration_report.md", markdown(measures))
         for path in written:
             words = f"{path}: no space left on the disk; what was there is as it was. Make room and start again"
             with full_disk_is_said(words):
-                save_tables(path, fitted)
-            LOG.info("wrote %s", path)
-        write_whole(self.folder / "calibration_report.json", json.dumps(measures, indent=1) + "\n")
-        write_whole(self.folder / "calibration_report.md", markdown(measures))
+                self._install(path, fitted)
         return measures
+
+    def _install(self, path: Path, fitted: Sequence[Calibration]) -> None:
+        """Writes the tables. Raises ValueError where nothing may be written there; OSError where there is no room."""
+        try:
+            save_tables(path, fitted)
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise ValueError(
+                f"{path} cannot be written ({error.strerror}); the tables are in {self.folder / CALIBRATION_FILE}: "
+                "copy them there, or set install = false"
+            ) from error
+        LOG.info("wrote %s", path)
 
     def record(self, table: TableConfig, name: str, bar: Progress) -> Blocks:
         """The blocks of one table over the sets ``fit`` or ``heldout``."""

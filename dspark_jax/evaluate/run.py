@@ -44,8 +44,7 @@ class Evaluation:
             for entry in config.drafters:  # before anything that takes long
                 check_drafter(entry.path)
         self.target = load_target(config.target, dtype=config.decode.dtype) if target is None else target
-        window = min(config.decode.max_model_len, self.target.max_positions)
-        self.tasks = load_tasks(config.suites, self.target.tokenizer, config.decode, window)
+        self.tasks = load_tasks(config.suites, self.target, config.decode)
 
     def run(self) -> dict[str, Any]:
         """All jobs, one drafter after the other. Returns the results that were written."""

@@ -27,23 +27,30 @@ class Task:
         return self.suite, self.index
 
 
-def load_tasks(suites: tuple[Suite, ...], tokenizer: Any, decode: DecodeConfig, window: int) -> list[Task]:
+def load_tasks(suites: tuple[Suite, ...], target: Any, decode: DecodeConfig) -> list[Task]:
     """The prompts of all sets, in order. One that is too long for ``max_new_tokens`` more is left out, and logged.
 
     Args:
-        window: tokens of a text at most, prompt included.
+        target: its tokenizer, vocabulary and window count.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing or has no usable prompt; the message names it.
+        FileNotFoundError, ValueError: a file is missing, has no usable prompt, or token ids that the target does not
+            have; the message names it.
     """
+    window = min(decode.max_model_len, target.max_positions)
     tasks: list[Task] = []
     for suite in suites:
         before = len(tasks)
         for index, prompt in enumerate(read_prompts(suite.path, suite.prompts)):
             try:
-                ids = prompt.encode(tokenizer)
+                ids = prompt.encode(target.tokenizer)
             except ValueError as error:
                 raise ValueError(f"{suite.path}: {error}") from None
+            if max(ids, default=0) >= target.vocab_size:
+                raise ValueError(
+                    f"{suite.path}:{prompt.line}: token id {max(ids)}, but the target has {target.vocab_size} tokens; "
+                    "prompt_ids are those of one tokenizer"
+                )
             if len(ids) + decode.max_new_tokens > window:
                 LOG.warning("%s:%d: %d tokens are too long, left out", suite.path, prompt.line, len(ids))
                 continue

@@ -7,10 +7,13 @@ has made is kept line by line, so that a killed preparation goes on.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from dspark_jax.config import Sampling
 from dspark_jax.data.chat import Message
@@ -96,15 +99,23 @@ def answer_all(
 
     Plain decoding reads the seed's numbers by position, so an answer depends on what stands before it and not on its
     batch mates; all answers of conversation i have the seed ``seed + i``.
+
+    Raises ValueError where a known answer was made to something else than stands before it now.
     """
     tokenizer, stops = target.tokenizer, tuple(getattr(getattr(target, "config", None), "eos_token_ids", ()))
-    known = {(line["i"], line.get("turn", 0)): line["tokens"] for line in file.lines}
+    known = {(line["i"], line.get("turn", 0)): line for line in file.lines}
 
     def resume(i: int) -> bool:
         """Appends what is known; True if a question is left open."""
         talk = talks[i]
-        while (tokens := known.get((i, talk.answers))) is not None:
-            if not (talk.answer(tokens, stops, tokenizer) and talk.open(tokenizer)):
+        while (line := known.get((i, talk.answers))) is not None:
+            if line.get("asked", mine := _digest(talk.ids)) != mine:  # older lines do not say
+                raise ValueError(
+                    f"{file.path}: answer {talk.answers + 1} of conversation {i} was made to something else than "
+                    "stands before it now: the source has changed since. Give another folder, or delete the file to "
+                    "have all answers made anew"
+                )
+            if not (talk.answer(line["tokens"], stops, tokenizer) and talk.open(tokenizer)):
                 return False
         return True
 
@@ -125,13 +136,19 @@ def answer_all(
                     if event.result is None:
                         continue
                     i, tokens = running.pop(event.id), list(event.result.tokens)
-                    file.append({"i": i, "turn": talks[i].answers, "tokens": tokens})
+                    talk = talks[i]
+                    file.append({"i": i, "turn": talk.answers, "asked": _digest(talk.ids), "tokens": tokens})
                     progress.advance(1)
-                    if talks[i].answer(tokens, stops, tokenizer) and talks[i].open(tokenizer):
+                    if talk.answer(tokens, stops, tokenizer) and talk.open(tokenizer):
                         waiting.append(i)
     rewritten = sum(talk.rewritten for talk in talks)
     if rewritten:
         LOG.warning("%d conversations end early: this chat template rewrites earlier turns", rewritten)
+
+
+def _digest(ids: Sequence[int]) -> str:
+    """Short hash of the tokens that an answer was made to."""
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:16]
 
 
 def _engine(target: Any, max_num_seqs: int, max_tokens: int) -> Engine:

@@ -14,7 +14,7 @@ from dspark_jax.data.records import Records
 from dspark_jax.data.teacher_cache import TeacherCache, TeacherCacheWriter, records_digest
 from dspark_jax.progress import Progress
 from dspark_jax.targets import Target
-from dspark_jax.train.config import TrainConfig
+from dspark_jax.train.config import TrainConfig, drafter_config
 from dspark_jax.train.step import make_teacher_step
 
 SHARD_RECORDS = 64
@@ -47,10 +47,12 @@ def build(config: TrainConfig, target: Target, folder: str | Path, limit: int = 
     them.
 
     Shards that are there and sound are left as they are. Returns the number of records. Raises ValueError where the
-    folder holds states of something else or from another record on, or a state does not fit into float16.
+    target has not the layers that are tapped or the tokens that are read, the folder holds states of something else or
+    from another record on, or a state does not fit into float16.
     """
+    drafter_config(config.drafter, target.config)  # says what the target does not have
     data = config.data
-    records = Records(data.train)
+    records = Records(data.train).fitting(target.vocab_size)
     usable = records.usable(data.length, data.least_learnt).tolist()
     ids = usable[data.first :][: limit or len(usable)]
     if not ids:

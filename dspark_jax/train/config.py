@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +52,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.anchors % self.rounds:
             raise ValueError(f"anchors = {self.anchors} cannot be shared among rounds = {self.rounds}")
-        for name in ("length", "batch", "anchors", "heldout_anchors"):
+        for name in ("length", "batch", "anchors", "heldout_batches", "heldout_anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
         if self.first < 0:
@@ -255,7 +256,8 @@ def _to_block(widths: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
     """The drafter's configuration: backbone layers shaped like the target's last, with the window of ``shape``.
 
-    Raises ValueError for layers that its method or the target's family cannot have or tap."""
+    Raises ValueError for layers that its method or the target's family cannot have or tap, and for layers and tokens
+    that the target does not have."""
     if shape.sliding_window and FAMILIES[target.family].two_kinds:
         raise ValueError(
             f"drafter.sliding_window = {shape.sliding_window}: sliding layers of {target.family} have another shape "
@@ -269,6 +271,8 @@ def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
             f"drafter.target_layer_ids of an MTP module is the target's last layer, [{last}], found "
             f"{list(shape.target_layer_ids)}"
         )
+    if wrong := list(_misfits(shape, target)):
+        raise ValueError(f"drafter: {'; '.join(wrong)}")
     block = "dspark" if shape.markov_rank or shape.confidence_head else "dflash"
     return DrafterConfig(
         method=block if shape.method == "dspark" else shape.method,
@@ -287,3 +291,18 @@ def drafter_config(shape: DrafterShape, target: DecoderConfig) -> DrafterConfig:
         logit_softcap=target.logit_softcap,
         norms=shape.norms,
     )
+
+
+def _misfits(shape: DrafterShape, target: DecoderConfig) -> Iterator[str]:
+    """What the target does not have. Unsaid, a layer that is not there may be read as zeros, and a token as the last
+    one."""
+    last, taps, words = target.num_layers - 1, list(shape.target_layer_ids), target.vocab_size
+    if not taps or taps != sorted(set(taps)) or taps[0] < -1 or taps[-1] > last:
+        yield f"target_layer_ids must rise from -1 (the embedding) or more to {last} or less, found {taps}"
+    if not shape.start_from and any(not 0 <= i <= last for i in shape.copy_layers):
+        yield f"copy_layers must lie in 0..{last}, found {list(shape.copy_layers)}"
+    if shape.draft_vocab > words:
+        yield f"draft_vocab = {shape.draft_vocab}, but the target has {words} tokens"
+    for name, tokens in (("mask_token_id", (shape.mask_token_id,)), ("always", shape.always)):
+        if max(tokens, default=0) >= words:
+            yield f"{name} = {max(tokens)} is beyond the target's {words} tokens"

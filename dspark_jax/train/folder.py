@@ -148,7 +148,8 @@ class Metrics:
             except ImportError:
                 LOG.warning("no TensorBoard files: tensorboardX is not installed")
             else:
-                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+                # Of earlier starts, events from this step on are not shown; those of the last line kept are.
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes one line; the time is added."""

@@ -63,8 +63,8 @@ class Input(NamedTuple):
 def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -> Input:
     """Checks a configuration against a run's folder, its data sets and its target's configuration; needs no weights.
 
-    Raises ValueError where the folder holds a run that this configuration cannot continue, the data sets are too
-    small or the target cannot have such a drafter; FileNotFoundError where there are none.
+    Raises ValueError where the folder holds a run that this configuration cannot continue, the data sets are too small,
+    of another vocabulary, or the target cannot have such a drafter; FileNotFoundError where there are none.
     """
     given, config = config, fitted(config)
     check_same(given, Path(folder), write=False)
@@ -77,7 +77,7 @@ def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -
         except (FileNotFoundError, ValueError) as error:
             raise type(error)(f"drafter.start_from: {error}") from None
     data = config.data
-    records, heldout = Records(data.train), Records(data.heldout)
+    records, heldout = (Records(place).fitting(target.vocab_size) for place in (data.train, data.heldout))
     usable = records.usable(data.length, data.least_learnt)
     if len(usable) < data.batch:
         raise ValueError(
@@ -124,8 +124,7 @@ class Run:
         data = config.data
         plan = BlockPlan.cycle(data.anchors // data.rounds, data.widths)
         self._heldout_plan = BlockPlan.cycle(data.heldout_anchors, data.heldout_widths)
-        chunks = config.loss.chunks
-        if chunks:
+        if chunks := config.loss.chunks:
             plan.part(chunks)  # says what is wrong before anything is compiled
             chunks = chunks if len(self._heldout_plan.widths) % chunks == 0 else 1
         self._rate = schedule(config.optim)
@@ -254,6 +253,7 @@ class Run:
 
     def _train(self) -> None:
         rhythm, first, total = self.config.run, int(self.state.step), self.config.optim.total_steps
+        last = min(total, first + (len(self._usable) - int(self.state.cursor)) // self.config.data.batch)
         started = saved = measured = time.monotonic()
         waiting: list[dict[str, Any]] = []
         read = 0  # tokens, padding not counted, since the last line
@@ -265,7 +265,7 @@ class Run:
                 rate: Any = np.asarray(self._rate(step), np.float32)
                 self.state, metrics = self._step(self.state, self.frozen, tokens, learnt, rate, states)
                 waiting.append(metrics)
-                if (step + 1) % rhythm.log_every:
+                if (step + 1) % rhythm.log_every and step + 1 != last:
                     continue
                 jax.block_until_ready(self.state)
                 now = time.monotonic()
@@ -276,7 +276,7 @@ class Run:
                 if self._due(now - saved > rhythm.save_every_s) and int(self.state.skipped) == 0:
                     self.save()
                     saved = time.monotonic()
-                if self._due(time.monotonic() - measured > rhythm.evaluate_every_s):
+                if self._due(time.monotonic() - measured > rhythm.evaluate_every_s) and step + 1 != last:
                     paused = time.monotonic()
                     self.evaluate()
                     self.export()
@@ -357,8 +357,7 @@ class Run:
         )
 
     def _log_steps(self, step: int, waiting: list[dict[str, Any]], seconds: float, tokens: int) -> str:
-        """Writes a line about the updates since the last one, and the ``tokens`` of text they took. Returns its short
-        form.
+        """Writes a line about the updates since the last one, which took ``tokens`` of text. Returns its short form.
 
         Raises NonFiniteLoss."""
         values = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *waiting)
@@ -379,9 +378,10 @@ class Run:
         self._write(line)
         in_a_row = int(self.state.skipped)
         if in_a_row >= self.config.run.max_skipped:
+            saved = self._manager.latest_step()
+            kept = "no checkpoint was written yet" if saved is None else f"the last checkpoint is of step {saved}"
             raise NonFiniteLoss(
-                f"step {step}: {in_a_row} updates in a row without a finite loss; they changed nothing, and the last "
-                f"checkpoint is of step {self._manager.latest_step()}"
+                f"step {step}: {in_a_row} updates in a row without a finite loss; they changed nothing, and {kept}"
             )
         speed = tokens / seconds if seconds else 0.0
         terms = " ".join(f"{name} {line[name]:.3f}" for name in ("ce", "l1", "confidence"))

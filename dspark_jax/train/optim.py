@@ -91,7 +91,7 @@ def parameter_mean(decay: float) -> optax.GradientTransformation:
         return MeanState(jax.tree.map(lambda p: jnp.array(p, copy=True), params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MeanState]:
-        new = optax.apply_updates(params, updates)
+        new = optax.apply_updates(params, keep_buffers(updates))
         return updates, MeanState(jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state.mean, new))
 
     return optax.GradientTransformation(init, update)

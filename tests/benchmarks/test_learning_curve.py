@@ -50,6 +50,34 @@ def test_points_of_the_run_that_it_started_from_come_first_and_once(
         assert words in capsys.readouterr().err
 
 
+def test_a_run_that_was_started_again_behind_its_end_has_each_point_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last line is measured again."""
+    folder = run(tmp_path / "run", 0.0)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
+    command(monkeypatch, "--run", str(folder), "--out", str(tmp_path / "one"))
+    points = json.loads((tmp_path / "one.json").read_text())["points"]
+    assert [(point["positions"], point["end"]) for point in points] == [(200, False), (400, False), (600, True)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "said"),
+    [(1, (), "no held-out measurement behind step 0"), (99, ("--rolled-out", "751770"), "invalid rolled_out value")],
+)
+def test_a_run_without_points_and_points_without_lengths_are_refused(
+    lines: int, arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = run(tmp_path / "run", 0.0)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "--run", str(folder), "--out", str(tmp_path / "one"), *arguments)
+    assert said in capsys.readouterr().err
+
+
 def test_points_on_a_line_give_that_line() -> None:
     """1 + 0.25 log2(x): 0.25 a doubling, 3.5 at 1,024 and no width anywhere. Two points have no interval, and points at
     one place no line."""

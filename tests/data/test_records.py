@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,3 +74,16 @@ def test_an_interrupted_folder_does_not_open(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="record 0"):
         write_records(tmp_path, [([1, 2], [True])], vocab_size=300)
     assert not (tmp_path / META).exists()
+
+
+def test_a_folder_stays_as_it_is_where_no_record_can_be_made(tmp_path: Path) -> None:
+    """A source that is not there is found out when its first record is asked for."""
+    write_records(tmp_path, TEXT, vocab_size=300)
+
+    def missing() -> Iterator[tuple[list[int], list[bool]]]:
+        raise FileNotFoundError("p.jsonl: no such prompt file")
+        yield [], []
+
+    with pytest.raises(FileNotFoundError, match=r"p\.jsonl"):
+        write_records(tmp_path, missing(), vocab_size=300)
+    assert Records(tmp_path).batch([0], 4).tokens.tolist() == [[5, 6, 7, 8]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.drafters.chain_cases import Argmax
 from tests.engine.cases import engine_config, expected, run_all
 from tests.law.worlds import LARGEST, RULED, G, Setting, V, every_length_or, law_errors
 from tests.law.worlds import decode as decode_worlds
+from tests.test_refused_early import script
 
 A, B, C, D = range(4)
 TEXT = [([A, B, C], [0, 1, 1]), ([A, B, C, A, B, D, A], [0, 1, 1, 1, 1, 1, 0])]
@@ -231,3 +233,23 @@ def test_text_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
         count(Records(tmp_path / "wide"), SIZE)
     with pytest.raises(ValueError, match="order must be 2 or 3"):
         NgramConfig(4, order=4)
+
+
+def test_tables_stay_where_the_disk_has_no_room_for_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so in one line, with status 3."""
+    counted(tmp_path)
+    (tmp_path / "c.toml").write_text(f'records = "{tmp_path / "records"}"\n')
+    count_ngrams = script("count_ngrams").main
+    command = ["--config", str(tmp_path / "c.toml"), "--out", str(tmp_path / "ngram")]
+    assert count_ngrams(command) == 0
+    before = ngrams.load(tmp_path / "ngram")[0]
+
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert count_ngrams([*command, "--set", "order=2"]) == 3
+    assert "ngram: no space left on the disk; make room and start again" in capsys.readouterr().err
+    assert ngrams.load(tmp_path / "ngram")[0] == before

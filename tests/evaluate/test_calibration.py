@@ -124,6 +124,14 @@ def test_records_of_something_else_are_refused_with_what_differs_and_the_remedy(
     refused("heldout.held.tokens: .*")
 
 
+def test_prompts_of_another_tokenizer_are_refused_by_line(case: Any, tmp_path: Path) -> None:
+    """A token that the target does not have would be read as its last one."""
+    config, models = case
+    (tmp_path / "held.jsonl").write_text('{"prompt_ids": [1]}\n{"prompt_ids": [1, 5]}\n')
+    with pytest.raises(ValueError, match=r"held\.jsonl:2: token id 5, but the target has 5 tokens"):
+        CalibrationRun(config, tmp_path / "out", models)
+
+
 def test_a_header_of_records_that_a_full_disk_cut_off_is_named(case: Any, tmp_path: Path) -> None:
     config, models = case
     CalibrationRun(config, tmp_path / "out", models)
@@ -179,9 +187,10 @@ def test_a_reliability_diagram_draws_predicted_against_observed_survival(monkeyp
     assert axes[0][1].set_title.call_args.args == ("greedy: position 2",)
 
 
-def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installed_file_as_it_was(
+def test_a_calibration_that_cannot_be_installed_stops_with_the_installed_file_as_it_was(
     case: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """The drafter lies on a full disk, or where nothing may be written."""
     config, models = case
     confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
     blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
@@ -202,6 +211,19 @@ def test_a_calibration_whose_drafter_lies_on_a_full_disk_stops_with_the_installe
     with pytest.raises(DiskFull, match=r"drafter/calibration\.json: no space left on the disk; .* as it was"):
         CalibrationRun(config, tmp_path / "out", models).run()
     assert installed.read_bytes() == before and [p.name for p in installed.parent.iterdir()] == ["calibration.json"]
+
+    def refused(self: Path, content: bytes) -> int:
+        if self.parent == installed.parent:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return write(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    with pytest.raises(
+        ValueError, match=r"calibration\.json cannot be written \(Permission denied\); .*install = false"
+    ):
+        CalibrationRun(config, tmp_path / "out", models).run()
+    assert len(load_tables(tmp_path / "out" / "calibration.json")) == 2
+    assert (tmp_path / "out" / "calibration_report.md").is_file() and installed.read_bytes() == before
 
 
 def test_a_command_that_meets_a_full_disk_ends_with_status_3_and_one_line(

@@ -95,3 +95,13 @@ def test_a_kind_that_is_not_supported_ends_the_script_with_status_2(
     assert script["main"]() == 2
     assert kind in capsys.readouterr().err
     assert not (tmp_path / "got.npz").exists()
+
+
+def test_a_case_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["parity.py", str(tmp_path / "nowhere"), "--out", str(tmp_path / "got.npz")])
+    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "parity.py"))
+    assert script["main"]() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "nowhere/case.json" in error and error.count("\n") == 1

@@ -14,6 +14,7 @@ from dspark_jax.train.config import DataConfig, DrafterShape
     ("values", "named"),
     [
         ({"batch": 0}, "batch must be positive"),
+        ({"heldout_batches": 0}, "heldout_batches must be positive, found 0"),
         ({"anchors": 160, "length": 64}, "anchors = 160 blocks do not begin at 64 tokens"),
         ({"anchors": 32, "heldout_anchors": 65, "length": 64}, "heldout_anchors = 65"),
     ],

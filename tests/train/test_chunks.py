@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dspark_jax.data.packing import BlockPlan, sample_anchors
+from dspark_jax.targets import Target
 from dspark_jax.train.config import DrafterShape, LossConfig, OptimConfig, drafter_config
 from dspark_jax.train.objective import Frozen, acceptance, blocks, expected_length, loss, prepare
 from dspark_jax.train.step import init_state, make_train_step
@@ -43,6 +45,26 @@ def test_chunks_change_neither_loss_nor_gradient_nor_acceptance() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
     gradients = jax.tree.leaves(results[0][1])
     assert all(np.abs(g).max() > 0 for g in gradients)
+
+
+@pytest.mark.slow
+def test_logits_of_a_large_vocabulary_exist_for_one_part_at_a_time() -> None:
+    """150,000 words and 512 blocks of 7: one array of all logits takes 2.15 GB. The step in 32 parts needs less than
+    half of that for everything, as the compiled program says; all at once it needs several such arrays."""
+    layer = LayerConfig(num_kv_heads=1, head_dim=8, rope=RopeConfig())
+    decoder = DecoderConfig("llama", 150_000, 16, 32, 2, (layer, layer), tie_embeddings=True, max_positions=1024)
+    target = Target.random(decoder, jax.random.key(0))
+    config = drafter_config(DrafterShape(1, (0,), 1, block_size=7, markov_rank=4), decoder)
+    frozen, plan = Frozen.build(target, None), BlockPlan((7,) * 512)
+    state = init_state(initial_params(target, config, jax.random.key(1)), OptimConfig(), 0)
+    text = jax.ShapeDtypeStruct((1, 520), jnp.int32), jax.ShapeDtypeStruct((1, 520), jnp.bool_)
+    needed = []
+    for chunks in (0, 32):
+        step: Any = make_train_step(config, plan, 1, LossConfig(chunks=chunks), OptimConfig())
+        exe = step.lower(state, frozen, *text, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        needed.append(exe.memory_analysis().temp_size_in_bytes)
+    logits = 512 * 7 * 150_000 * 4
+    assert needed[0] > 2 * logits and needed[1] < logits / 2
 
 
 def test_bfloat16_products_leave_state_and_gradient_in_float32() -> None:

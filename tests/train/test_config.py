@@ -85,3 +85,22 @@ def test_a_chain_has_one_layer_and_no_heads_and_mtp_taps_the_last_layer() -> Non
         drafter_config(DrafterShape(2, (0,), method="eagle3", confidence_head=False), target)
     with pytest.raises(ValueError, match="needs a mask_token_id"):
         drafter_config(DrafterShape(1, (0,)), target)
+
+
+def test_layers_and_tokens_that_the_target_does_not_have_are_named() -> None:
+    """All of them in one line. With an earlier drafter to start from no layer is copied."""
+    layer = LayerConfig(num_kv_heads=1, head_dim=8, rope=RopeConfig())
+    target = DecoderConfig("llama", 24, 16, 32, 2, (layer,) * 5, tie_embeddings=True)
+    right = DrafterShape(1, (-1, 4), 23, copy_layers=(4,), draft_vocab=24, always=(23,))
+    drafter_config(right, target)
+    for taps in ((0, 5), (3, 1), (1, 1), (-2, 1), ()):
+        with pytest.raises(ValueError, match=r"^drafter: target_layer_ids must rise from -1 .* to 4 or less, found \["):
+            drafter_config(dataclasses.replace(right, target_layer_ids=taps), target)
+    wrong = dataclasses.replace(right, copy_layers=(5,), draft_vocab=25, mask_token_id=24, always=(0, 99))
+    with pytest.raises(ValueError) as caught:
+        drafter_config(wrong, target)
+    assert str(caught.value) == (
+        "drafter: copy_layers must lie in 0..4, found [5]; draft_vocab = 25, but the target has 24 tokens; "
+        "mask_token_id = 24 is beyond the target's 24 tokens; always = 99 is beyond the target's 24 tokens"
+    )
+    drafter_config(dataclasses.replace(right, copy_layers=(5,), start_from="x"), target)

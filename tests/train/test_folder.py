@@ -8,7 +8,9 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,8 +52,6 @@ def test_metrics_go_on_behind_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_tensorboard_files_are_optional(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    import sys
-
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "tensorboardX", None)
         Metrics(tmp_path / ".", 0, tensorboard=True).append({"step": 1, "total": 1.0})
@@ -61,6 +61,16 @@ def test_tensorboard_files_are_optional(tmp_path: Path, monkeypatch: Any, caplog
     metrics.append({"step": 1, "total": 1.0, "heldout": {"width_3": {"tau": 1.5, "accept": [0.1]}}})
     metrics.close()
     assert sum(p.stat().st_size for p in (tmp_path / "tensorboard").iterdir()) > 0
+
+
+def test_tensorboard_shows_the_steps_that_metrics_keep(tmp_path: Path, monkeypatch: Any) -> None:
+    """A run that goes on from step 4 keeps its line and writes the next one: what is purged begins behind it."""
+    purged: list[int] = []
+    writer = SimpleNamespace(SummaryWriter=lambda folder, purge_step: purged.append(purge_step))
+    monkeypatch.setitem(sys.modules, "tensorboardX", writer)
+    for step in (0, 4):
+        Metrics(tmp_path, step, tensorboard=True)
+    assert purged == [0, 5]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import dspark_jax
 from dspark_jax.drafters import drafter_specs
 from dspark_jax.params import init
 from dspark_jax.targets import Target
-from dspark_jax.train.optim import keep_buffers
+from dspark_jax.train.config import OptimConfig
+from dspark_jax.train.optim import averaged, keep_buffers, optimizer
 from dspark_jax.train.warm_start import initial_params
 from tests.oracle import oracle_dir
 from tests.train.oracle_case import load_case
@@ -40,3 +41,12 @@ def test_the_layer_scalar_is_no_weight() -> None:
     assert all(float(layer["layer_scalar"][0]) == 0.0 for layer in kept["layers"])
     total = sum(float(x.sum()) for x in jax.tree.leaves(kept))
     assert total == sum(x.size for x in jax.tree.leaves(params)) - len(kept["layers"])
+
+
+def test_the_mean_of_the_parameters_leaves_the_layer_scalar_alone() -> None:
+    """Weight decay would pull it towards zero in the mean, which is what is exported."""
+    params = {"w": jnp.array([2.0]), "layer_scalar": jnp.array([2.0])}
+    rule = optimizer(OptimConfig(weight_decay=0.5, ema_decay=0.5), 0.1)
+    _, state = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
+    mean = averaged(params, state)
+    assert float(mean["layer_scalar"][0]) == 2.0 and float(mean["w"][0]) < 2.0

@@ -104,6 +104,32 @@ def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_r
     assert all(line["total"] is not None for line in _lines(tmp_path / "run"))
 
 
+def test_steps_behind_the_last_whole_stretch_of_the_log_are_written_and_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines every two steps; the text lasts for three. The third step has its line, and where its two updates are
+    without a finite loss the run says so instead of ending as if nothing had been."""
+    config = tiny_run.config(tmp_path, 6, run=RunConfig(log_every=2, save_every_s=3600.0, max_skipped=2))
+    run = Run(config, tiny_run.target(), tmp_path / "run")
+    with pytest.raises(OutOfText, match="all 6 records"):
+        run.run()
+    assert [line["step"] for line in _lines(tmp_path / "run")] == [2, 3]
+    assert _lines(tmp_path / "run")[-1]["records"] == 6
+
+    run = Run(config, tiny_run.target(), tmp_path / "broken")
+    sound, next_batch = run.frozen, run._next_batch
+
+    def breaks() -> Any:
+        if int(run.state.step) == 2:
+            params = {**sound.target.params, "norm": sound.target.params["norm"].at[0].set(jnp.nan)}
+            run.frozen = sound.replace(target=sound.target.replace(params=params))
+        return next_batch()
+
+    monkeypatch.setattr(run, "_next_batch", breaks)
+    with pytest.raises(NonFiniteLoss, match="step 3: 2 updates in a row .* no checkpoint was written yet"):
+        run.run()
+
+
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +148,7 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(
     assert int(Run(config, tiny_run.target(), tmp_path / "run").state.step) == 2
 
 
-def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
+def test_data_sets_that_are_too_small_or_of_another_vocabulary_are_named(tmp_path: Path) -> None:
     config = tiny_run.config(tmp_path, 3)
     few = dataclasses.replace(config, data=dataclasses.replace(config.data, least_learnt=17))
     with pytest.raises(ValueError, match="train: 0 of 3 records have 17 learnt tokens among their first 20"):
@@ -130,6 +156,10 @@ def test_data_sets_that_are_too_small_are_named(tmp_path: Path) -> None:
     few = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_batches=3))
     with pytest.raises(ValueError, match="heldout: 4 records, but an evaluation needs 6"):
         Run(few, tiny_run.target(), tmp_path / "run")
+    write_records(tmp_path / "wide", [([24] * 20, [True] * 20)] * 4, vocab_size=25)
+    wide = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=tmp_path / "wide"))
+    with pytest.raises(ValueError, match="wide: records of 25 different tokens, but the target has 24"):
+        Run(wide, tiny_run.target(), tmp_path / "run")
 
 
 def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_and_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -13,6 +14,17 @@ from dspark_jax.train.placement import Placement
 from tests.train.test_kill import finish, lines, start
 
 
+def together(folder: Path, *arguments: str) -> None:
+    """Two processes of two devices each, until both have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    distributed = (*arguments, "--local-devices", "2", "--coordinator", address, "--processes", "2")
+    processes = [start(folder, *distributed, "--process", str(i)) for i in range(2)]
+    for process in processes:
+        finish(process)
+
+
 @pytest.mark.slow
 def test_one_device_four_devices_and_two_processes_have_the_same_losses(tmp_path: Path) -> None:
     """Six steps of batch 4. Every sum and every denominator is global: total, each term and expected length agree to
@@ -20,13 +32,7 @@ def test_one_device_four_devices_and_two_processes_have_the_same_losses(tmp_path
     common = ("--steps", "6", "--batch", "4")
     finish(start(tmp_path / "one", *common))
     finish(start(tmp_path / "four", *common, "--local-devices", "4"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    distributed = (*common, "--local-devices", "2", "--coordinator", address, "--processes", "2")
-    processes = [start(tmp_path / "two", *distributed, "--process", str(i)) for i in range(2)]
-    for process in processes:
-        finish(process)
+    together(tmp_path / "two", *common)
     expected = lines(tmp_path / "one")
     assert len(expected) == 6
     for name in ("four", "two"):
@@ -35,6 +41,11 @@ def test_one_device_four_devices_and_two_processes_have_the_same_losses(tmp_path
         for key in ("total", "ce", "l1", "confidence", "grad_norm", "tau", "positions"):
             values = [[line[key] for line in rows] for rows in (found, expected)]
             np.testing.assert_allclose(*values, rtol=1e-4 if key == "grad_norm" else 1e-5, err_msg=f"{name} {key}")
+    # Two processes that lost their last checkpoint go on from the one before, to the same line.
+    before = lines(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "6")
+    together(tmp_path / "two", *common)
+    assert lines(tmp_path / "two") == before
 
 
 @pytest.mark.slow

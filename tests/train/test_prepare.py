@@ -108,6 +108,12 @@ def test_prompts_are_cleaned_and_answered_and_a_killed_preparation_goes_on(tmp_p
 
     with pytest.raises(ValueError, match=r"seed: 0 -> 1"):
         prepare(dataclasses.replace(config, seed=1), target(), tmp_path / "out")
+    # Neither that nor a source that has changed since costs what is there, or gives answers to other questions.
+    with open(source, "a") as file:
+        file.write('{"prompt": "six"}\n')
+    with pytest.raises(ValueError, match=r"answers\.jsonl: answer 1 of conversation \d was made to something else"):
+        prepare(config, target(), tmp_path / "out")
+    assert texts(tmp_path / "out" / "heldout") + texts(tmp_path / "out" / "train") == found
 
 
 class Chatty(ScriptedTarget):

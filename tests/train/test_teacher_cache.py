@@ -151,7 +151,7 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_something_else_is_refused_with_the_difference(tmp_path: Path) -> None:
-    """Other taps, length, text or target; an index that is none; states that float16 cannot hold."""
+    """Other taps, length, text or target; taps of no layer; an index that is none; states that float16 cannot hold."""
     settings, target = config(tmp_path), tiny_run.target()
     build(settings, target, tmp_path / "cache", 1)
     where = {"teacher_cache": tmp_path / "cache"}
@@ -164,6 +164,9 @@ def test_a_cache_of_something_else_is_refused_with_the_difference(tmp_path: Path
     ):
         with pytest.raises(ValueError, match=f"holds teacher states of something else: .*{why}"):
             Run(changed, target, tmp_path / "run")
+    nowhere = dataclasses.replace(settings.drafter, target_layer_ids=(2,))
+    with pytest.raises(ValueError, match="target_layer_ids must rise from -1 .* to 1 or less, found "):
+        build(dataclasses.replace(settings, drafter=nowhere), target, tmp_path / "cache", 1)
     (tmp_path / "cache" / "index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json: not an index of teacher states"):
         build(settings, target, tmp_path / "cache", 1)

@@ -43,6 +43,8 @@ if args.export_only:
     sys.exit()
 with open(args.out / "starts.jsonl", "a") as file:
     file.write(json.dumps(values) + "\\n")
+if first_s < 0:
+    sys.exit(-first_s)
 every, begun = int(values["run.log_every"]), time.monotonic()
 time.sleep(first_s if step == 0 else 0)
 while step < int(values["optim.total_steps"]):
@@ -164,6 +166,15 @@ def test_time_for_no_checkpoint_is_said(script: ModuleType, tmp_path: Path, caps
     (tmp_path / "speed.json").write_text("[0.02, 30]")
     status, _ = run(script, tmp_path, "--seconds", "0.7")
     assert status == 3 and "0.7 s were over before the first checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [2, 3])
+def test_what_training_refuses_or_is_stopped_by_ends_the_command_likewise(
+    script: ModuleType, tmp_path: Path, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "speed.json").write_text(f"[0.02, -{status}]")
+    assert run(script, tmp_path, "--seconds", "20")[0] == status
+    assert f"training ended with status {status}, for the reason above" in capsys.readouterr().err
 
 
 def test_steps_are_planned_from_what_the_probe_showed(script: ModuleType) -> None:
