@@ -138,7 +138,7 @@ class Lagged(Policy):
                 tenant.left, tenant.low = None, 0
 
     def _drafting(self, tenants: Sequence[Tenant], drafts: int, costs: Costs, width: int) -> Decision:
-        """A cycle that drafts blocks of ``width``, for everyone who has not left and those who are due to be looked at."""
+        """A cycle that drafts blocks of ``width``: for all who have not left, and those who are due to be looked at."""
         self._probe = Probe()
         least = np.zeros(len(tenants), np.int32)
         for i, tenant in enumerate(tenants):
