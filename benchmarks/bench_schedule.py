@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import timeit
@@ -111,7 +112,7 @@ def main() -> None:
     print(f"  loop / vectorised       {result['literal_over_vectorised']:12.1f}")
     if args.out is not None:
         about = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": shlex.join(["python", *sys.argv]),
             "commit": commit(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
             "python": platform.python_version(),

@@ -43,8 +43,8 @@ from typing import Any
 import kept_rows
 import tethered
 from kept_rows import KeptRow
-from report import environment
-from timed_training import DONE, ROOT, Plans, Row, environment_of, probe, require, train, wanted_of
+from report import ROOT, environment
+from timed_training import DONE, Plans, Row, environment_of, probe, require, train, wanted_of
 
 from dspark_jax.config_toml import load_toml
 from dspark_jax.evaluate.acceptance import LEAST_TRIES

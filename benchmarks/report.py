@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def commit() -> str | None:
 def environment() -> dict[str, Any]:
     """Machine, versions, commit, command, and how busy the machine was at the start."""
     return {
-        "command": "python " + " ".join(os.path.relpath(a, ROOT) if a.endswith(".py") else a for a in sys.argv),
+        "command": shlex.join(["python", *(os.path.relpath(a, ROOT) if a.endswith(".py") else a for a in sys.argv)]),
         "commit": commit(),
         "processor": processor(),
         "cores": usable_cores(),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tethered
+from report import ROOT
 
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.line_file import differences
@@ -27,7 +28,6 @@ from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.folder import defaults, flat
 from dspark_jax.whole_file import write_whole
 
-ROOT = Path(__file__).resolve().parents[1]
 TRAIN = (sys.executable, str(ROOT / "scripts" / "train.py"))
 PROBE = 20
 """Steps that are timed, but for those before the first line of the log, which compile."""

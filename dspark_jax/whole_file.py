@@ -62,3 +62,8 @@ def full_disk_is_said(words: str) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         raise DiskFull(words) from error
+
+
+def full_disk_stops(place: str | Path) -> contextlib.AbstractContextManager[None]:
+    """``full_disk_is_said`` for a command that writes into ``place`` and goes on when it is started again."""
+    return full_disk_is_said(f"{place}: no space left on the disk; make room and start again")

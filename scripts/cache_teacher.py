@@ -17,7 +17,7 @@ from dspark_jax.command_line import begin_logging, exit_status, folder_parser, k
 from dspark_jax.config_toml import load_toml
 from dspark_jax.train.cached_teacher import build
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.whole_file import DiskFull, full_disk_is_said
+from dspark_jax.whole_file import DiskFull, full_disk_stops
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def act() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
-        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+        with full_disk_stops(args.out):
             count = build(config, load_target(config.target), args.out, args.records)
         print(f"{args.out}: teacher states of {count} records")
 

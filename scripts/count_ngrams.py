@@ -19,7 +19,7 @@ from dspark_jax.command_line import begin_logging, exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data import ngrams
 from dspark_jax.data.records import Records
-from dspark_jax.whole_file import DiskFull, full_disk_is_said
+from dspark_jax.whole_file import DiskFull, full_disk_stops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         shape = ngrams.NgramConfig(records.meta["vocab_size"], config.order, config.successors, config.block_size)
         tables = ngrams.count(records, shape, least=config.least)
         source = {"records": len(records), "learnt_tokens": int(records.loss_mask.sum()), "least": config.least}
-        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+        with full_disk_stops(args.out):
             ngrams.save(args.out, shape, tables, source)
         contexts = 0 if tables.second is None else len(tables.second)
         print(f"{args.out}: order {config.order}, {source['learnt_tokens']} tokens, {contexts} trigram contexts")

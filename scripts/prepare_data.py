@@ -27,7 +27,7 @@ from dspark_jax.config_toml import load_toml
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.prepare import PrepareConfig, prepare
 from dspark_jax.train.unread import unread_prompts
-from dspark_jax.whole_file import DiskFull, full_disk_is_said, write_whole
+from dspark_jax.whole_file import DiskFull, full_disk_stops, write_whole
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def prompts() -> None:
         found = unread_prompts(load_toml(args.prompts_of, TrainConfig, args.set), args.prompts, args.longest)
-        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+        with full_disk_stops(args.out):
             args.out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(args.out, "".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in found))
         print(f"{args.out}: {len(found)} prompts")

@@ -23,7 +23,7 @@ from dspark_jax.load import target_config
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.folder import hold
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
-from dspark_jax.whole_file import DiskFull, full_disk_is_said
+from dspark_jax.whole_file import DiskFull, full_disk_stops
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def make() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
-        with full_disk_is_said(f"{args.out}: no space left on the disk; make room and start again"):
+        with full_disk_stops(args.out):
             read_input(config, args.out, target_config(config.target))  # before the target's weights are read
             if args.export_only is None and args.process == 0:
                 hold(args.out)  # before the checkpoint is read that another process may be about to replace
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     if (place := args.export_only) is not None:
 
         def export() -> None:
-            with full_disk_is_said(f"{place}: no space left on the disk; make room and start again"):
+            with full_disk_stops(place):
                 print(run.export(place))
 
         return exit_status(export, DiskFull)

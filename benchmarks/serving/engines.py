@@ -153,19 +153,21 @@ def measure(
         users: slot buckets whose programs are measured.
         seconds: no pass is begun after them, but that there are ``LEAST_PASSES``.
     """
-    keys = {
-        name: [
-            key
-            for key in engine.buckets.keys(engine.window - 1)
-            if key.kind in ("plain", "verify", "draft") and key.slots in users
-        ]
+    order = {
+        name: in_turn(
+            [
+                key
+                for key in engine.buckets.keys(engine.window - 1)
+                if key.kind in ("plain", "verify", "draft") and key.slots in users
+            ]
+        )
         for name, engine in engines.items()
     }
-    found: dict[str, dict[Key, list[float]]] = {name: {key: [] for key in own} for name, own in keys.items()}
+    found: dict[str, dict[Key, list[float]]] = {name: {key: [] for key, _ in own} for name, own in order.items()}
     begin, passes = clock(), 0
     while passes < LEAST_PASSES or clock() - begin < seconds:
         for name, engine in engines.items():
-            for key, counts in in_turn(keys[name]):
+            for key, counts in order[name]:
                 engine._state, took = engine._programs.rehearse(key, engine._state)
                 if counts:
                     found[name][key].append(took)

@@ -75,13 +75,8 @@ def test_the_loss_falls_until_the_text_is_used_up(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
 
 
-def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A target that breaks behind step 2: nothing it says changes a parameter, the run stops after 4 updates (two
-    steps), its checkpoint is that of step 2, and from there a sound run ends as if nothing had been."""
-    config = tiny_run.config(tmp_path, run=RunConfig(log_every=1, save_every_s=0.0, max_skipped=4))
-    run = Run(config, tiny_run.target(), tmp_path / "run")
+def break_behind_step_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on the target of a run says nothing finite."""
     sound, next_batch = run.frozen, run._next_batch
 
     def breaks() -> Any:
@@ -91,6 +86,16 @@ def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_r
         return next_batch()
 
     monkeypatch.setattr(run, "_next_batch", breaks)
+
+
+def test_updates_without_a_finite_loss_are_skipped_and_a_row_of_them_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that breaks behind step 2: nothing it says changes a parameter, the run stops after 4 updates (two
+    steps), its checkpoint is that of step 2, and from there a sound run ends as if nothing had been."""
+    config = tiny_run.config(tmp_path, run=RunConfig(log_every=1, save_every_s=0.0, max_skipped=4))
+    run = Run(config, tiny_run.target(), tmp_path / "run")
+    break_behind_step_2(run, monkeypatch)
     with pytest.raises(NonFiniteLoss, match="step 4: 4 updates in a row .* the last checkpoint is of step 2"):
         run.run()
     assert [line["skipped"] for line in _lines(tmp_path / "run")] == [0, 0, 2, 2]
@@ -117,15 +122,7 @@ def test_steps_behind_the_last_whole_stretch_of_the_log_are_written_and_watched_
     assert _lines(tmp_path / "run")[-1]["records"] == 6
 
     run = Run(config, tiny_run.target(), tmp_path / "broken")
-    sound, next_batch = run.frozen, run._next_batch
-
-    def breaks() -> Any:
-        if int(run.state.step) == 2:
-            params = {**sound.target.params, "norm": sound.target.params["norm"].at[0].set(jnp.nan)}
-            run.frozen = sound.replace(target=sound.target.replace(params=params))
-        return next_batch()
-
-    monkeypatch.setattr(run, "_next_batch", breaks)
+    break_behind_step_2(run, monkeypatch)
     with pytest.raises(NonFiniteLoss, match="step 3: 2 updates in a row .* no checkpoint was written yet"):
         run.run()
 
