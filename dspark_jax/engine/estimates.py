@@ -25,6 +25,12 @@ FORGET, WEIGHT = 0.995, 1.0
 """Of what a new pair of scores adds to the slope between them: the share that older ones keep with every cycle, and
 what stands beside them at first, as sums of squares, at a slope of 1 (scores are believed until they prove fickle)."""
 
+LEAST_ROWS, FASTEST = 9.0, 0.1
+"""Rows that the online average is made of at least, the prior counting as so many at first; and what many requests can
+make it forget with a cycle. Of n rows a cycle it forgets FASTEST n / (n + LEAST_ROWS): one request alone is averaged over
+a hundred cycles. Over ten of them chance makes it low every now and then, drafting stops, and hardly anything comes in
+any more that would correct it."""
+
 PROBE_FIRST, PROBE_LAST = 8, 64
 """Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""
 
@@ -93,6 +99,7 @@ class Confidences:
 
     def __init__(self, drafts: int) -> None:
         self._average = PRIOR ** np.arange(1, drafts + 1)
+        self._rows, self._learned = LEAST_ROWS, -1  # that it is made of; the cycle of the last ones
         self._unread: deque[tuple[int, list[Score]]] = deque()
         self._averages: dict[int, np.ndarray] = {}  # as they were known behind the last cycles
         self._widths: dict[int, int] = {}  # of the blocks of these cycles
@@ -108,6 +115,7 @@ class Confidences:
         self._unread.clear()
         self._averages.clear()
         self._widths.clear()
+        self._learned = -1
 
     def advance(self, cycle: int) -> None:
         """Takes in what cycle ``cycle`` may know."""
@@ -135,9 +143,18 @@ class Confidences:
             average = self._averages[cycle - LAG][:places, None]
             before, after = np.asarray(earlier, np.float64)[:, :places], rows[later][:, :places]
             self._slope.add(_ranked(before) - average, _ranked(after) - average)
-        self._average = 0.9 * self._average + 0.1 * rows.mean(axis=0)
+        self._take_in(cycle, rows)
         self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
         self._widths = {n: w for n, w in self._widths.items() if n > cycle - LAG} | {cycle: width}
+
+    def _take_in(self, cycle: int, rows: np.ndarray) -> None:
+        """Survivals ``[N, G]`` of a cycle, into the average. What it is made of is forgotten with time and not with
+        cycles that drafted, so that the few rows of probes soon count."""
+        forgotten = FASTEST * len(rows) / (len(rows) + LEAST_ROWS)
+        kept = self._rows * (1.0 - forgotten) ** (cycle - self._learned)
+        self._rows, self._learned = max(kept, LEAST_ROWS) + len(rows), cycle
+        share = len(rows) / self._rows
+        self._average = (1.0 - share) * self._average + share * rows.mean(axis=0)
 
     def _extended(self, rows: np.ndarray, width: int) -> np.ndarray:
         """Survivals ``[N, G]`` of blocks of ``width`` drafts, carried on behind them by the conditional acceptances of

@@ -109,7 +109,7 @@ def test_a_narrow_score_goes_on_as_the_average_does() -> None:
     assert own[:2] == pytest.approx([0.5, 0.4])
     for row in (own, after):
         assert row[2:] / row[1:-1] == pytest.approx(before[2:] / before[1:-1])
-    assert after[:2] == pytest.approx(0.9 * before[:2] + 0.1 * np.array([0.5, 0.4]))
+    assert after[:2] == pytest.approx((0.99**2 * 10 * before[:2] + np.array([0.5, 0.4])) / (0.99**2 * 10 + 1))
     assert (np.diff(own) <= 0).all() and (np.diff(after) <= 0).all()
 
 
