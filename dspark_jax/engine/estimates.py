@@ -27,9 +27,9 @@ what stands beside them at first, as sums of squares, at a slope of 1 (scores ar
 
 LEAST_ROWS, FASTEST = 9.0, 0.1
 """Rows that the online average is made of at least, the prior counting as so many at first; and what many requests can
-make it forget with a cycle. Of n rows a cycle it forgets FASTEST n / (n + LEAST_ROWS): one request alone is averaged over
-a hundred cycles. Over ten of them chance makes it low every now and then, drafting stops, and hardly anything comes in
-any more that would correct it."""
+make it forget with a cycle. Of n rows a cycle it forgets FASTEST n / (n + LEAST_ROWS): one request alone is averaged
+over a hundred cycles. Over ten of them chance makes it low every now and then, drafting stops, and hardly anything
+comes in any more that would correct it."""
 
 PROBE_FIRST, PROBE_LAST = 8, 64
 """Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""

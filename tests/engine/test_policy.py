@@ -114,10 +114,10 @@ def test_the_average_forgets_with_time_and_the_less_the_fewer_rows_it_gets() -> 
 
 
 def test_one_request_goes_on_drafting_what_pays_through_bad_luck() -> None:
-    """Drafting pays if more than 0.58 of a first draft is accepted; scores are uniform between 0.3 and 1 and have nothing
-    to do with each other, 0.65 on average. An average over the last ten of them is below 0.58 in an eighth of the
-    cycles, and where nothing is drafted it stays there: half of the cycles would go without. At most a tenth of 3,000
-    do (a fixed seed; at five others 0.02 to 0.2 did)."""
+    """Drafting pays if more than 0.58 of a first draft is accepted; scores are uniform between 0.3 and 1 and have
+    nothing to do with each other, 0.65 on average. An average over the last ten of them is below 0.58 in an eighth of
+    the cycles, and where nothing is drafted it stays there: half of the cycles would go without. At most a tenth of
+    3,000 do (a fixed seed; at five others 0.02 to 0.2 did)."""
     table = StepTimeTable(tokens=[1, 2], milliseconds=[1.0, 1.5])
     rng, policy, who = np.random.default_rng(0), Lagged(1), tenant(0)
     skipped = 0
