@@ -205,6 +205,8 @@ def _step(
         width, admitted = 1, jnp.zeros(rows, jnp.int32)
     if width is None:
         width = proposal.tokens.shape[1] + 1  # type: ignore[union-attr]
+    if tokens is not None:
+        width = min(width, tokens)  # no row holds more: one row of T tokens needs no re-padding at all
     view = _take(state, rows)
     admitted = jnp.where(view.active, jnp.clip(admitted, 0, width - 1), 0)
     count = jnp.where(view.active, admitted + 1, 0)

@@ -190,8 +190,11 @@ def table_of(steps: Steps, context: int) -> StepTimeTable:
     and one that verifies have so many tokens, the plain one runs."""
     rows = []
     for slots in sorted({slots for kind, slots, _ in steps if kind != "draft"}):
-        own = sorted((tokens, kind == "plain", ms) for (kind, s, tokens), ms in steps.items() if s == slots and tokens)
+        here = {(kind, tokens): ms for (kind, s, tokens), ms in steps.items() if s == slots}
+        own = sorted((tokens, kind == "plain", ms) for (kind, tokens), ms in here.items() if kind != "draft")
+        narrow = sorted((width, ms) for (kind, width), ms in here.items() if kind == "draft" and width)
         by_tokens = {tokens: ms for tokens, _, ms in own}
         times = isotonic(np.array(list(by_tokens.values())))
-        rows.append(StepTimeTable(list(by_tokens), times, context, slots, draft_ms=steps.get(("draft", slots, 0))))
+        drafts = {"draft_ms": here.get(("draft", 0)), "draft_ms_by_width": tuple(narrow)}
+        rows.append(StepTimeTable(list(by_tokens), times, context, slots, **drafts))
     return StepTimeTable.combine(rows)

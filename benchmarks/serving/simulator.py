@@ -6,7 +6,8 @@ cycles overlap, so a request that has ended takes part in one more forward, empt
 was known to end), and its slot is free after that. What a device would compute is looked up: the confidences of a block
 and how much of it is accepted (``traces.py``), and the milliseconds of the step. What is left out: moves between slots
 (a batch of R requests runs in the smallest slot bucket that holds R), the absorption of held tokens, and the host's own
-time unless ``host_ms`` says it.
+time unless ``host_ms`` says it. A block that is narrower than those of the traces is taken to be the beginning of one;
+a drafter may do better (or worse) in it than that.
 
 Everything about requests that the policies do not look at is a NumPy array over slots.
 """
@@ -61,7 +62,12 @@ class Clock:
         self._table, self._context, self._scale = table, context, draft_scale
         self._times = StepTimes(table, measured)
         self._curves: dict[int, StepTimeTable] = {}
-        self._drafts: dict[int, float] = {}
+        self._drafts: dict[tuple[int, int | None], float] = {}
+
+    def widths(self) -> tuple[int, ...]:
+        """Drafts of the narrower blocks that the table knows a time of, for whatever batch."""
+        rows = self._table.rows or (self._table,)
+        return tuple(sorted({width for row in rows for width, _ in row.draft_ms_by_width}))
 
     def curve(self, requests: int) -> StepTimeTable:
         """Verify times of a batch of ``requests``."""
@@ -70,11 +76,16 @@ class Clock:
             self._curves[requests] = self._times.curve(requests, requests, self._context, last)
         return self._curves[requests]
 
-    def draft_ms(self, drafting: int) -> float:
-        """Of a block for each of ``drafting`` requests: the draft batch is no larger than it must be."""
-        if drafting not in self._drafts:
-            self._drafts[drafting] = self._scale * self._times.draft_ms(max(drafting, 1), self._context)
-        return self._drafts[drafting]
+    def draft_ms(self, drafting: int, width: int | None = None) -> float:
+        """Of a block of ``width`` (None: a whole one) for each of ``drafting`` requests: the draft batch is no larger
+        than it must be. Infinite where the table knows no time of that width."""
+        place = drafting, width
+        if place not in self._drafts:
+            row = self._table.at(self._context, max(drafting, 1))
+            known = width is None or width in dict(row.draft_ms_by_width)
+            ms = self._times.draft_ms(max(drafting, 1), self._context, width) if known else math.inf
+            self._drafts[place] = self._scale * ms
+        return self._drafts[place]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +165,14 @@ class Simulation:
         watch: Watcher | None = None,
     ) -> None:
         server = Server() if server is None else server
-        config = EngineConfig(mode=arm.mode, num_speculative_tokens=arm.drafts, confidence_threshold=arm.threshold)
+        drafts = traces.width if arm.drafts is None else arm.drafts
+        narrow = tuple(width for width in clock.widths() if width < drafts)  # those that the table has a time of
+        config = EngineConfig(
+            mode=arm.mode,
+            num_speculative_tokens=arm.drafts,
+            confidence_threshold=arm.threshold,
+            draft_widths=(*narrow, drafts),
+        )
         drafter = None if arm.mode == "none" else DrafterShape(traces.width)
         self.arm, self.clock, self.arrivals, self.server = arm, clock, arrivals, server
         self.mode, self.policy, _ = choose_policy(config, drafter)
@@ -240,8 +258,8 @@ class Simulation:
         tenants: list[Any] = [self._tenants[row] for row in rows]
         curve = self.clock.curve(rows.size)
 
-        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
-            return curve, self.clock.draft_ms(sum(drafting))
+        def costs(drafting: Sequence[bool], width: int | None = None) -> tuple[StepTimeTable, float]:
+            return curve, self.clock.draft_ms(sum(drafting), width)
 
         decision = self.policy.decide(
             self.cycle, tenants, costs if self.policy.timed else None, Beside(other_ms=other_ms)
@@ -253,8 +271,10 @@ class Simulation:
         drafting = int((decision.least != OUTSIDE).sum())
         if decision.drafts and drafting:
             survival = np.where(inside[:, None], self.traces.survival[at, : self.policy.drafts], 0.0)
+            if decision.width is not None:
+                survival[:, decision.width :] = 0.0
             lengths, total = self._lengths(tenants, decision, survival, at, inside)
-            ms += self.clock.draft_ms(drafting)
+            ms += self.clock.draft_ms(drafting, decision.width)
             if total or not self.policy.skips:  # else the step without drafts runs
                 tokens = rows.size + max(total, 1)
                 ms += curve.ms(min(tokens, curve.last)) - curve.ms(rows.size)
@@ -266,7 +286,7 @@ class Simulation:
         scores: list[Score] = []
         if survival is not None and self.policy.timed:
             scored = zip(tenants, survival, lengths.tolist(), accepted.tolist(), inside.tolist(), strict=True)
-            scores = [Score(tenant, row, n, m) for tenant, row, n, m, drafted in scored if drafted]
+            scores = [Score(t, row, n, m, width=decision.width) for t, row, n, m, drafted in scored if drafted]
         self._flights.append((self.cycle, scores, rows[alive & (self._at[rows] >= self._end[rows])]))
         if self._watch is not None:
             working = [tenant.id for tenant, there in zip(tenants, alive, strict=True) if there]

@@ -107,6 +107,17 @@ def drafts_of_block(drafter: DrafterModel, wanted: int | None) -> int:
     return drafts
 
 
+def narrower_blocks(drafter: DrafterModel, drafts: int) -> tuple[int, ...]:
+    """Numbers of drafts below ``drafts`` that the drafter makes with less work, ascending: the trained widths of a
+    block drafter (``DrafterConfig.block_width``), any number of one that has none."""
+    config = getattr(drafter, "config", None)
+    if config is None or getattr(config, "chain", True):
+        return tuple(range(1, drafts))
+    slots, first = config.block_width(drafts), 0 if config.sample_from_anchor else 1
+    # Of several numbers that run the same slots only the largest is worth a program.
+    return tuple(w - first for w in sorted(config.block_widths) if w < slots and 1 <= w - first < drafts)
+
+
 class DrafterModel(Protocol):
     """What ``cycle.py`` needs of a drafter; ``testing.ScriptedDrafter`` implements it without a transformer."""
 

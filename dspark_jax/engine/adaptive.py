@@ -7,6 +7,7 @@ of drafts from it as well; the other two look at the scores of the block at hand
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,8 +29,16 @@ class Lagged(Policy):
 
     rule, variable, skips, lagged, competes, timed = "top_k", True, True, True, True, True
 
-    def __init__(self, drafts: int, config: EngineConfig | None = None, *, has_confidence: bool = True) -> None:
+    def __init__(
+        self,
+        drafts: int,
+        config: EngineConfig | None = None,
+        *,
+        has_confidence: bool = True,
+        narrow: Sequence[int] = (),
+    ) -> None:
         super().__init__(drafts)
+        self.narrow = tuple(narrow)
         config = EngineConfig() if config is None else config
         self._min_gain, self._floor_per_ms = config.min_gain, config.speed_floor / 1e3
         self._estimates = (Confidences if has_confidence else Acceptances)(drafts)
@@ -37,6 +46,7 @@ class Lagged(Policy):
         # learned from.
         self.look = 1 if has_confidence else drafts
         self._probe = Probe()
+        self._whole = Probe()  # when to draft a whole block where narrower ones are chosen
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         self._estimates.observe(cycle, scores)
@@ -58,11 +68,11 @@ class Lagged(Policy):
         expected = self._estimates.expected(rows)
         if not all(counts):
             expected = np.where(np.array(counts)[:, None], expected, 0.0)
-        choice = self._choose(expected, table, draft_ms, beside.other_ms)
+        width, choice = self._search(expected, table, draft_ms, counts, costs, beside.other_ms)
         if not beside.crowded:
             self._judge(tenants, counts, rows[:, 0], choice)
         if choice.drafts:
-            return self._drafting(tenants, choice.drafts, costs)
+            return self._drafting(tenants, choice.drafts, costs, self._looked_behind(width))
         # Where the step has no place for a draft a probe would see nothing, and is kept for one that has.
         if beside.crowded or table.last <= len(tenants) or not self._probe.due():
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
@@ -70,8 +80,35 @@ class Lagged(Policy):
         # What the largest program can verify: at least one draft of each, more of each where there is room.
         look = max(min(self.look, table.last // len(tenants) - 1), 1)
         least = np.full(len(tenants), look, np.int32)
-        total = self._filled(look * len(tenants), len(tenants), len(tenants), table)
+        total = self._filled(look * len(tenants), len(tenants), len(tenants), table, self.drafts)
         return Decision(total, least, probe=True, table=table, draft_ms=draft_ms)
+
+    def _search(
+        self,
+        rows: np.ndarray,
+        table: StepTimeTable,
+        draft_ms: float,
+        counts: Sequence[bool],
+        costs: Costs,
+        other_ms: float,
+    ) -> tuple[int, Choice]:
+        """The width of the blocks to draft and the capacity, the best of all widths' own; the narrower among equals.
+        Both are known before the blocks' noise, from the same old scores."""
+        best = self.drafts, self._choose(rows, table, draft_ms, other_ms)
+        for width in reversed(self.narrow):
+            narrow_table, narrow_ms = costs(counts, width)
+            if math.isfinite(narrow_ms):
+                choice = self._choose(rows[:, :width], narrow_table, narrow_ms, other_ms)
+                if choice.worth >= best[1].worth:
+                    best = width, choice
+        return best
+
+    def _looked_behind(self, width: int) -> int:
+        """``width``, and now and then whole blocks: scores of narrow ones say nothing of the places behind them."""
+        if width == self.drafts:
+            self._whole = Probe()
+            return width
+        return self.drafts if self._whole.due() else width
 
     def _choose(
         self, rows: np.ndarray, table: StepTimeTable, draft_ms: float, other_ms: float, paid: bool = False
@@ -100,8 +137,8 @@ class Lagged(Policy):
             elif not low:
                 tenant.left, tenant.low = None, 0
 
-    def _drafting(self, tenants: Sequence[Tenant], drafts: int, costs: Costs) -> Decision:
-        """A cycle that drafts: for everyone who has not left, and for those who are due to be looked at."""
+    def _drafting(self, tenants: Sequence[Tenant], drafts: int, costs: Costs, width: int) -> Decision:
+        """A cycle that drafts blocks of ``width``: for all who have not left, and those who are due to be looked at."""
         self._probe = Probe()
         least = np.zeros(len(tenants), np.int32)
         for i, tenant in enumerate(tenants):
@@ -109,15 +146,20 @@ class Lagged(Policy):
                 least[i] = self.look if tenant.left.due() else OUTSIDE
         if (least == OUTSIDE).all():  # those whom the search counted have just left
             return Decision(0, least)
-        table, draft_ms = costs((least != OUTSIDE).tolist())
+        marked = (least != OUTSIDE).tolist()
+        table, draft_ms = costs(marked) if width == self.drafts else costs(marked, width)
+        if math.isinf(draft_ms):  # another number of requests, for which there is no such program
+            width, (table, draft_ms) = self.drafts, costs(marked)
+        least = np.minimum(least, width).astype(np.int32)
         wanted, drafting = drafts + int(np.maximum(least, 0).sum()), int((least != OUTSIDE).sum())
-        total = self._filled(wanted, len(tenants), drafting, table)
-        return Decision(total, least, table=table, draft_ms=draft_ms)
+        total = self._filled(wanted, len(tenants), drafting, table, width)
+        narrow = None if width == self.drafts else width
+        return Decision(total, least, table=table, draft_ms=draft_ms, width=narrow)
 
-    def _filled(self, drafts: int, requests: int, drafting: int, table: StepTimeTable) -> int:
+    def _filled(self, drafts: int, requests: int, drafting: int, table: StepTimeTable, width: int) -> int:
         """So many drafts, fewer where the table ends (that of the programs, or a caller's wish), and more where the
         step that they need has places left: those are paid for, and the likeliest of the others take them."""
-        most = min(self.drafts * drafting, table.last - requests)
+        most = min(width * drafting, table.last - requests)
         return min(table.bucket(requests + min(drafts, most)) - requests, most)
 
 

@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dspark_jax.engine.config import EngineConfig
 
@@ -26,7 +26,7 @@ class Key:
 
     kind: str  # admit | copy | absorb | prefill | draft | verify | plain
     slots: int = 0
-    tokens: int = 0  # flat tokens of the target's forward
+    tokens: int = 0  # flat tokens of the target's forward; of a draft: its drafts a block, 0: whole blocks
     context: int = 0  # cache cells read
 
     def __str__(self) -> str:
@@ -58,6 +58,8 @@ class Buckets:
     absorb_rows: int = 1  # slots that catch up in one program
     draft_contexts: tuple[int, ...] = ()  # (): those of the target
     stored_blocks: int = 0  # rows of the store of prefixes; 0: nothing is kept
+    narrow: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Drafts of the narrower blocks that there are draft programs for, by slot bucket, ascending."""
 
     @property
     def ring(self) -> int:
@@ -87,6 +89,10 @@ class Buckets:
     def contexts_of(self, slots: int) -> tuple[int, ...]:
         return self.single + self.contexts if slots == self.slots[0] else self.contexts
 
+    def draft_width(self, slots: int, wanted: int | None) -> int | None:
+        """Drafts of the block that is drafted in slot bucket ``slots`` where ``wanted`` are; None: whole blocks."""
+        return wanted if wanted in self.narrow.get(slots, ()) else None
+
     def token_bucket(self, slots: int, tokens: int) -> int:
         """Of slot bucket ``slots``."""
         return _at_least(self.tokens[slots], tokens, "flat tokens")
@@ -108,7 +114,8 @@ class Buckets:
         found += [Key("prefill", 0, size, context) for size, context in _prefill_shapes(self, longest_prompt)]
         for slots in self.slots:
             if self.drafts:
-                found += [Key("draft", slots, 0, context) for context in self.draft_contexts or self.contexts]
+                widths, contexts = (*self.narrow.get(slots, ()), 0), self.draft_contexts or self.contexts
+                found += [Key("draft", slots, width, context) for context in contexts for width in widths]
             for context in self.contexts_of(slots):
                 if self.drafts == 0 or self.skips:
                     found.append(Key("plain", slots, slots, context))
@@ -147,6 +154,7 @@ def plan_buckets(
     spend: bool = True,
     stored_blocks: int = 0,
     look: int = 1,
+    narrow: Sequence[int] = (),
 ) -> Buckets:
     """Chooses the buckets of an engine.
 
@@ -161,6 +169,9 @@ def plan_buckets(
         spend: what is left of the budget goes into more verify sizes, evenly spread.
         stored_blocks: rows of the store of prefixes.
         look: drafts of every request that a probe verifies; some verify size of every slot bucket has room for them.
+        narrow: drafts of narrower blocks, ascending. As many slot buckets as half of what is left of the budget allows
+            get draft programs of them, the smallest first, where a draft is the largest part of a cycle; all of them
+            where the configuration names widths.
     """
     prefill = config.prefill_buckets or _default_prefill(window)
     cells = _cells(prefill, window, drafts + 1)
@@ -199,11 +210,25 @@ def plan_buckets(
         contexts = contexts[1:]
         draft_contexts = draft_contexts and contexts[-1:]
         found = build(slots, contexts, least)
+    if narrow:
+        found = _with_narrow(found, tuple(narrow), None if config.draft_widths is not None else budget, window)
     for wanted in range(least + 1, 9) if spend else ():
-        finer = build(slots, contexts, wanted)
+        finer = dataclasses.replace(build(slots, contexts, wanted), narrow=found.narrow)
         if size(finer) > budget:
             return _partly_finer(found, finer, budget, window)
         found = finer
+    return found
+
+
+def _with_narrow(found: Buckets, widths: tuple[int, ...], budget: int | None, window: int) -> Buckets:
+    """Narrower blocks as well: in all slot buckets, or (``budget``) in the smallest ones that half of what is left
+    allows, so that verify sizes get the other half."""
+    most = None if budget is None else len(found.keys(window - 1)) + (budget - len(found.keys(window - 1))) // 2
+    for slots in found.slots:
+        trial = dataclasses.replace(found, narrow={**found.narrow, slots: widths})
+        if most is not None and len(trial.keys(window - 1)) > most:
+            break
+        found = trial
     return found
 
 

@@ -27,6 +27,9 @@ class EngineConfig:
         mode: one of ``MODES``. Without a drafter it is ``none``; adaptive modes learn acceptance by position where the
             drafter has no confidence head. ``Engine.notes`` says so.
         num_speculative_tokens: drafts a block; None: the drafter's own block.
+        draft_widths: drafts of the blocks among which adaptive modes choose from cycle to cycle; the whole block is
+            always one of them. None: chosen, within ``max_programs``: about half a block beside the whole one, where
+            that has at least 5 drafts and the drafter makes narrower blocks with less work.
         verification: rule of requests that name none and bring no seed.
         confidence_threshold: of mode ``threshold``, compared with the raw sigmoid of the confidence logit.
         calibration: a Calibration or CalibrationTables; None: the drafter's own if it has one.
@@ -69,6 +72,7 @@ class EngineConfig:
     max_model_len: int = 2048
     mode: str = "lagged"
     num_speculative_tokens: int | None = None
+    draft_widths: tuple[int, ...] | None = None
     verification: str = "rejection"
     confidence_threshold: float = 0.0
     calibration: Any = None
@@ -116,7 +120,7 @@ class EngineConfig:
             if not 0.0 <= _number(name, getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a finite number >= 0, found {getattr(self, name)}")
         _require_seed(self.seed)
-        for name in ("prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
+        for name in ("draft_widths", "prefill_buckets", "slot_buckets", "token_buckets", "context_buckets"):
             values = getattr(self, name)
             if values is not None:
                 _require_buckets(name, values)

@@ -25,6 +25,12 @@ FORGET, WEIGHT = 0.995, 1.0
 """Of what a new pair of scores adds to the slope between them: the share that older ones keep with every cycle, and
 what stands beside them at first, as sums of squares, at a slope of 1 (scores are believed until they prove fickle)."""
 
+LEAST_ROWS, FASTEST = 9.0, 0.1
+"""Rows that the online average is made of at least, the prior counting as so many at first; and what many requests can
+make it forget with a cycle. Of n rows a cycle it forgets FASTEST n / (n + LEAST_ROWS): one request alone is averaged
+over a hundred cycles. Over ten of them chance makes it low every now and then, drafting stops, and hardly anything
+comes in any more that would correct it."""
+
 PROBE_FIRST, PROBE_LAST = 8, 64
 """Skipped cycles before the first probe, and between later ones (doubling from one to the other)."""
 
@@ -56,6 +62,7 @@ class Score:
     offered: int  # drafts verified
     accepted: int
     stay: int = 0  # ``Tenant.stays`` of that cycle
+    width: int | None = None  # drafts of its block, the same in the whole cycle; what is behind is not known; None: G
 
 
 class Slope:
@@ -92,8 +99,10 @@ class Confidences:
 
     def __init__(self, drafts: int) -> None:
         self._average = PRIOR ** np.arange(1, drafts + 1)
+        self._rows, self._learned = LEAST_ROWS, -1  # that it is made of; the cycle of the last ones
         self._unread: deque[tuple[int, list[Score]]] = deque()
         self._averages: dict[int, np.ndarray] = {}  # as they were known behind the last cycles
+        self._widths: dict[int, int] = {}  # of the blocks of these cycles
         self._slope = Slope()
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
@@ -105,6 +114,8 @@ class Confidences:
         """Cycles begin at 0 again: what is unread is of none of them. The averages stay, and so does the slope."""
         self._unread.clear()
         self._averages.clear()
+        self._widths.clear()
+        self._learned = -1
 
     def advance(self, cycle: int) -> None:
         """Takes in what cycle ``cycle`` may know."""
@@ -112,9 +123,13 @@ class Confidences:
             self._learn(*self._unread.popleft())
 
     def _learn(self, cycle: int, scores: list[Score]) -> None:
-        rows = np.asarray([score.survival for score in scores], np.float64)
+        width = scores[0].width or self._average.size
+        survivals = [score.survival for score in scores]
+        rows = np.asarray(survivals, np.float64)
+        if width < self._average.size:
+            survivals = list(rows := self._extended(rows, width))
         earlier, later = [], []  # rows of survivals, and the places of those that follow them
-        for place, score in enumerate(scores):
+        for place, (score, survival) in enumerate(zip(scores, survivals, strict=True)):
             tenant = score.tenant
             if score.stay != tenant.stays:  # of before a preemption: it begins from the prior
                 continue
@@ -122,12 +137,32 @@ class Confidences:
                 if known is not None and known[0] == cycle - LAG:
                     earlier.append(known[1])
                     later.append(place)
-            tenant.earlier, tenant.score = tenant.score, (cycle, score.survival)
+            tenant.earlier, tenant.score = tenant.score, (cycle, survival)
         if earlier and cycle - LAG in self._averages:
-            average = self._averages[cycle - LAG][:, None]
-            self._slope.add(_ranked(np.asarray(earlier, np.float64)) - average, _ranked(rows[later]) - average)
-        self._average = 0.9 * self._average + 0.1 * rows.mean(axis=0)
+            places = min(width, self._widths[cycle - LAG])  # those that both say something of
+            average = self._averages[cycle - LAG][:places, None]
+            before, after = np.asarray(earlier, np.float64)[:, :places], rows[later][:, :places]
+            self._slope.add(_ranked(before) - average, _ranked(after) - average)
+        self._take_in(cycle, rows)
         self._averages = {n: a for n, a in self._averages.items() if n > cycle - LAG} | {cycle: self._average}
+        self._widths = {n: w for n, w in self._widths.items() if n > cycle - LAG} | {cycle: width}
+
+    def _take_in(self, cycle: int, rows: np.ndarray) -> None:
+        """Survivals ``[N, G]`` of a cycle, into the average. What it is made of is forgotten with time and not with
+        cycles that drafted, so that the few rows of probes soon count."""
+        forgotten = FASTEST * len(rows) / (len(rows) + LEAST_ROWS)
+        kept = self._rows * (1.0 - forgotten) ** (cycle - self._learned)
+        self._rows, self._learned = max(kept, LEAST_ROWS) + len(rows), cycle
+        share = len(rows) / self._rows
+        self._average = (1.0 - share) * self._average + share * rows.mean(axis=0)
+
+    def _extended(self, rows: np.ndarray, width: int) -> np.ndarray:
+        """Survivals ``[N, G]`` of blocks of ``width`` drafts, carried on behind them by the conditional acceptances of
+        the average. These stay what they are when it takes the rows in: it learns from what is known alone. Rows that
+        do not increase stay so: quotients and products round in order."""
+        known = self._average[width - 1]
+        ratio = self._average[width:] / known if known > 0.0 else np.zeros(self._average.size - width)
+        return np.concatenate([rows[:, :width], rows[:, width - 1 : width] * ratio], axis=1)
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
         """``[N, G]`` what the blocks to come will be worth, of requests whose ``survival`` is ``rows``. Non-increasing

@@ -51,6 +51,10 @@ class Plan:
         least.setflags(write=False)
         return least
 
+    def width(self, drafts: int) -> int:
+        """Drafts of each block that is made, of ``drafts`` at most."""
+        return self.decision.width or drafts
+
     def most(self, drafts: int) -> np.ndarray:
         """``[R]`` int32 the decision's ``most`` by row, of blocks of ``drafts``."""
         most = np.full(self.slots, drafts, np.int32)

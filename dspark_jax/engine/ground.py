@@ -66,6 +66,7 @@ class Ground:
             absorb_rows=1 if jax.default_backend() == "cpu" else config.max_num_seqs,
             stored_blocks=_stored_blocks(config, self.window),
             look=self._policy.look,
+            narrow=self._policy.narrow,
         )
         self.cache_tokens = self._cache_tokens()
         self.step_tokens = (
@@ -155,9 +156,12 @@ class Ground:
             return None
         self._drift.advance(cycle)
 
-        def costs(drafting: Sequence[bool]) -> tuple[StepTimeTable, float]:
+        def costs(drafting: Sequence[bool], width: int | None = None) -> tuple[StepTimeTable, float]:
             curve = times.curve(requests, slots, context, min(self.buckets.tokens[slots][-1], spare))
-            draft_ms = times.draft_ms(self.buckets.slot_bucket(max(sum(drafting), 1)), draft_context)
+            draft_slots = self.buckets.slot_bucket(max(sum(drafting), 1))
+            if width is not None and self.buckets.draft_width(draft_slots, width) is None:
+                return curve, math.inf
+            draft_ms = times.draft_ms(draft_slots, draft_context, width)
             return self._drift.corrected(curve, draft_ms, requests, slots, context), draft_ms
 
         return costs

@@ -242,12 +242,12 @@ class Engine(Tenancy):
             self._absorb([t for t in working if t.held == self.buckets.ring])
             return None
         self._absorb(working)
-        self._counters.add("drafted", drafting * self.buckets.drafts)
+        self._counters.add("drafted", drafting * plan.width(self.buckets.drafts))
         calibration = np.ones((plan.slots, self.buckets.drafts), np.float32)
         for row, tenant in zip(plan.places, working, strict=True):
             estimate = self._policy.conditional(tenant)
             calibration[row] = tenant.confidence_temperature if estimate is None else estimate
-        key = Key("draft", self.buckets.slot_bucket(drafting), 0, plan.draft_context)
+        key = Key("draft", self.buckets.slot_bucket(drafting), plan.decision.width or 0, plan.draft_context)
         rows = plan.draft_slots(key.slots)
         self._counters.add("draft_rows", key.slots)
         total, threshold, most = plan.decision.drafts, self.config.confidence_threshold, plan.most(self.buckets.drafts)

@@ -25,8 +25,9 @@ LOG = logging.getLogger("dspark_jax.engine")
 OUTSIDE = -1
 """In ``Decision.least``: the request gets no draft."""
 
-Costs: TypeAlias = Callable[[Sequence[bool]], tuple[StepTimeTable, float]]
-"""Step times of a cycle, and the milliseconds of drafting for the requests that are marked."""
+Costs: TypeAlias = Callable[..., tuple[StepTimeTable, float]]
+"""Step times of a cycle, and the milliseconds of drafting for the requests that are marked (a sequence of bool), in
+whole blocks; with a second argument, in blocks of so many drafts: infinite where there is no program for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Decision:
         table, draft_ms: step times it was made with; None and 0 without.
         other_ms: of pieces of prompts in the same step.
         most: ``[N]`` int32: drafts verified of each request at most; None: whole blocks.
+        width: drafts of each block that is made; None: whole blocks.
     """
 
     drafts: int
@@ -52,6 +54,7 @@ class Decision:
     draft_ms: float = 0.0
     other_ms: float = 0.0
     most: np.ndarray | None = None
+    width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Policy:
     competes = False  # requests compete for drafts: equal seeds must be told apart
     timed = False  # decides by step times
     look = 1  # drafts of a request that a probe verifies
+    narrow: tuple[int, ...] = ()  # drafts of the blocks that it may ask for beside whole ones, ascending
 
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts

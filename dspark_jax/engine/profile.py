@@ -168,7 +168,7 @@ def _ends(values: Any) -> list[int]:
 
 def _tokens(key: Key, buckets: Buckets) -> int:
     """Of the program's matmuls."""
-    return key.slots * buckets.drafts if key.kind == "draft" else key.tokens
+    return key.slots * (key.tokens or buckets.drafts) if key.kind == "draft" else key.tokens
 
 
 def _model(medians: Mapping[Key, float], buckets: Buckets) -> AdditiveModel:
@@ -198,7 +198,9 @@ def _table(
         for context in buckets.contexts_of(slots):
             row = [k for k in keys if (k.slots, k.context) == (slots, context) and k.kind != "draft"]
             by_tokens = {key.tokens: ms(key) for key in sorted(row, key=lambda k: (k.tokens, k.kind == "plain"))}
-            draft = Key("draft", slots, 0, buckets.draft_context(context))
+            draft_context = buckets.draft_context(context)
+            draft = Key("draft", slots, 0, draft_context)
+            narrow = [(w, ms(Key("draft", slots, w, draft_context))) for w in buckets.narrow.get(slots, ())]
             rows.append(
                 StepTimeTable(
                     tokens=list(by_tokens),
@@ -206,6 +208,7 @@ def _table(
                     context_tokens=context,
                     slots=slots,
                     draft_ms=ms(draft) if buckets.drafts else None,
+                    draft_ms_by_width=tuple(narrow),
                     **about,
                 )
             )

@@ -235,7 +235,7 @@ class Programs:
                 return bound(
                     steps.draft,
                     rows=rows,
-                    drafts=self.buckets.drafts,
+                    drafts=key.tokens or self.buckets.drafts,
                     context=context,
                     max_positions=self._max_positions,
                     rule=self._rule,

@@ -24,7 +24,8 @@ class CycleReport:
     Attributes:
         cycle: its number. program: of the target's forward; ``slots``, ``tokens`` and ``context`` are its sizes.
         requests: ``[N]`` ids. committed, offered, accepted: ``[N]`` as in ``Result``, before a stop or a limit is cut.
-        drafted: ``[N]`` drafts made for each. survival: ``[N, G]`` of their blocks, None where nothing was drafted
+        drafted: ``[N]`` drafts made for each, which may be fewer than G; zeros stand behind them in the next two.
+            survival: ``[N, G]`` of their blocks, None where nothing was drafted
             and in mode ``fixed``, which does not ask.
         drafts: ``[N, G]`` their tokens, None where survival is.
         scheduled: drafts admitted over all requests. probe, fallback: see ``policy.Decision``.
@@ -94,7 +95,7 @@ class Reports:
                 committed=out.count[rows],
                 offered=out.offered[rows],
                 accepted=out.accepted[rows],
-                drafted=self._drafts * inside[rows],
+                drafted=plan.width(self._drafts) * inside[rows],
                 survival=None if survival is None else survival[rows],
                 scheduled=flight.scheduled,
                 probe=plan.decision.probe,
@@ -108,9 +109,9 @@ class Reports:
                 watcher(report)
         if survival is None:
             return []
-        scored = [row for row in rows if inside[row]]
+        scored, width = [row for row in rows if inside[row]], plan.width(self._drafts)
         return [
-            Score(tenant, survival[row], int(out.offered[row]), int(out.accepted[row]), tenant.stays)
+            Score(tenant, survival[row], int(out.offered[row]), int(out.accepted[row]), tenant.stays, width)
             for row in scored
             if (tenant := plan.rows[row]) is not None
         ]
@@ -124,10 +125,11 @@ class Reports:
         predicted_ms: float | None,
         measured_ms: float | None,
     ) -> None:
+        width = self._drafts if flight.plan is None else flight.plan.width(self._drafts)
         for row in rows:
             self._counters.budgets[str(int(out.offered[row]))] += 1
             if inside[row]:
-                self._counters.add("trimmed", self._drafts - int(out.offered[row]))
+                self._counters.add("trimmed", width - int(out.offered[row]))
         if predicted_ms is not None and measured_ms is not None:
             self._counters.add("predicted_milliseconds", predicted_ms)
             self._counters.add("measured_milliseconds", measured_ms)
@@ -137,7 +139,7 @@ class Reports:
         tokens already added to the tenant's."""
         accepted, offered = int(out.accepted[row]), int(out.offered[row])
         if flight.tokens is not None and accepted == offered and flight.plan is not None:
-            tail = np.asarray(flight.tokens)[row, offered:].tolist()
+            tail = np.asarray(flight.tokens)[row, offered : flight.plan.width(self._drafts)].tolist()
             if tail and flight.plan.least[row] != OUTSIDE:
                 own = len(tenant.tokens) - int(out.count[row]) + accepted
                 tenant.trimmed.append((own, tail))

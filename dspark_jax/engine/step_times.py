@@ -33,7 +33,7 @@ class StepTimes:
     def __init__(self, table: StepTimeTable, measured: bool) -> None:
         self.table, self.measured = table, measured
         self._curves: dict[tuple[int, ...], StepTimeTable] = {}
-        self._drafts: dict[tuple[int, int], float] = {}
+        self._drafts: dict[tuple[int, int, int | None], float] = {}
         self._pieces: dict[tuple[int, int], float] = {}
 
     def curve(self, requests: int, slots: int, context: int, last: int) -> StepTimeTable:
@@ -55,11 +55,12 @@ class StepTimes:
             self._curves[key] = dataclasses.replace(row, tokens=tokens, milliseconds=ms)
         return self._curves[key]
 
-    def draft_ms(self, slots: int, context: int) -> float:
-        """Milliseconds of drafting for a slot bucket; 0 where the table does not say."""
-        place = slots, context
+    def draft_ms(self, slots: int, context: int, width: int | None = None) -> float:
+        """Milliseconds of drafting blocks of ``width`` (None: whole ones) for a slot bucket; 0 where the table does not
+        say."""
+        place = slots, context, width
         if place not in self._drafts:  # asked for in every cycle
-            self._drafts[place] = self.table.at(context, slots).draft_ms or 0.0
+            self._drafts[place] = self.table.at(context, slots).draft_ms_of(width) or 0.0
         return self._drafts[place]
 
     def piece_ms(self, tokens: int, context: int) -> float:

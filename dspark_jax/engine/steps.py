@@ -97,7 +97,11 @@ def draft(
 ) -> Draft:
     """A block for each of R rows, and how much of it to verify.
 
+    A program may draft narrower blocks than those of G that all others are made for: what it returns is padded to G,
+    with survivals of 0, and nothing behind its own width is admitted.
+
     Args:
+        drafts: of a block, at most G.
         base: ``[G, S, Vd]`` logits of the draft before, overwritten where the rows are (donated).
         total: [] int32, drafts to admit over all rows (rule ``top_k``).
         threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
@@ -114,6 +118,7 @@ def draft(
     state = state if everyone else _of_slots(state, slots, context)
     proposal = cycle.draft(drafter, state, num_drafts=drafts, rows=rows, context=context, static=static)
     room = jnp.where(state.active[:rows], cycle.window_limit(state, max_positions, rows), 0)
+    calibration = calibration[:, :drafts]
     conditional = calibration.astype(jnp.float32)
     if proposal.confidence_logits is not None:
         logits = proposal.confidence_logits
@@ -132,10 +137,25 @@ def draft(
         )
     else:
         admitted = jnp.minimum(most, drafts)
-    found = Draft(proposal, jnp.minimum(admitted, room).astype(jnp.int32), survival)
+    admitted, missing = jnp.minimum(admitted, room).astype(jnp.int32), base.shape[0] - drafts
+    if missing:
+        survival = jnp.pad(survival, ((0, 0), (0, missing)))
+        proposal = _padded(proposal, missing)
     if everyone:
-        return found
-    return Draft(_placed(proposal, slots, base), *(_among(a, slots, base.shape[1]) for a in found[1:]))
+        if missing:  # the places behind are never read
+            proposal = proposal.replace(base=base.at[:drafts].set(proposal.base))
+        return Draft(proposal, admitted, survival)
+    admitted, survival = (_among(a, slots, base.shape[1]) for a in (admitted, survival))
+    return Draft(_placed(proposal, slots, base), admitted, survival)
+
+
+def _padded(proposal: Proposal, missing: int) -> Proposal:
+    """A proposal as one of ``missing`` more drafts, zeros all of them; ``base``, which is written over an older one,
+    stays as it is."""
+    by_row = proposal.replace(base=None, z=None)
+    wider = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, missing))), by_row)
+    z = None if proposal.z is None else jnp.pad(proposal.z, ((0, missing), (0, 0), (0, 0)))
+    return wider.replace(base=proposal.base, z=z)
 
 
 def _among(a: Array, slots: Array, number: int) -> Array:
@@ -150,7 +170,7 @@ def _placed(proposal: Proposal, slots: Array, base: Array) -> Proposal:
     z = proposal.z
     if z is not None:
         z = jnp.zeros((z.shape[0], base.shape[1], z.shape[2]), z.dtype).at[:, slots].set(z)
-    return placed.replace(base=base.at[:, slots].set(proposal.base), z=z)
+    return placed.replace(base=base.at[: proposal.base.shape[0], slots].set(proposal.base), z=z)
 
 
 def _of_slots(state: DecodeState, slots: Array, context: int) -> DecodeState:

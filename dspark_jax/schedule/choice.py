@@ -29,11 +29,14 @@ class Choice:
         edge: survival below which a draft is not worth its place: that of the last one admitted; where none is, the
             survival at which one more draft would pay (above 1 where not even a certain one does).
         step_ms: predicted milliseconds of the cycle, the draft included where there are drafts.
+        worth: by which choices for the same requests compare (blocks of several widths): the slowest request's tokens
+            per millisecond as far as the floor asks for them, then theta.
     """
 
     drafts: int
     edge: float
     step_ms: float
+    worth: tuple[float, float] = (0.0, 0.0)
 
 
 def choose(
@@ -82,13 +85,15 @@ def choose(
     theta = expected / cost_ms
     allowed = theta > (1.0 + min_gain) * theta[0]
     allowed[0] = True
+    slowest = None
     if places is not None:
         slowest = _slowest(rows, places, theta.size) / (other_ms + cost_ms)
         keeps = allowed & (slowest >= floor_per_ms)
         allowed = keeps if keeps.any() else allowed & (slowest == slowest[allowed].max())
     admitted = int(np.argmax(np.where(allowed, theta, -np.inf)))
     edge = float(values[admitted - 1]) if admitted else _break_even(requests, table, draft_ms, draft_paid, min_gain)
-    return Choice(admitted, edge, float(cost_ms[admitted]))
+    served = 0.0 if slowest is None else min(float(slowest[admitted]), floor_per_ms)
+    return Choice(admitted, edge, float(cost_ms[admitted]), (served, float(theta[admitted])))
 
 
 def _order(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

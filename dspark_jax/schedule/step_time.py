@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-_CURVE = ("tokens", "milliseconds", "context_tokens", "slots", "draft_ms")
+_CURVE = ("tokens", "milliseconds", "context_tokens", "slots", "draft_ms", "draft_ms_by_width")
 _ORIGIN = ("machine", "device", "dtype", "commit", "model_hash")
 FLAT_RATIO = 1.02  # steps that differ by less than this give the scheduler nothing to decide
 
@@ -38,6 +38,8 @@ class StepTimeTable:
         context_tokens: context length at which it was measured; None = any.
         slots: slot bucket at which it was measured; None = any.
         draft_ms: milliseconds of one draft at these slots, if measured.
+        draft_ms_by_width: pairs (drafts a block, milliseconds) of narrower blocks, widths increasing; a width that is
+            not among them takes `draft_ms`.
         machine, device, dtype, commit, model_hash: where it comes from, if known. See `differences`.
         rows: further tables by context length and slots, among which `at` chooses; () where this is the only
             one.
@@ -57,6 +59,7 @@ class StepTimeTable:
     commit: str | None = None
     model_hash: str | None = None
     rows: tuple[StepTimeTable, ...] = ()
+    draft_ms_by_width: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _check_tokens(self.tokens))
@@ -67,6 +70,7 @@ class StepTimeTable:
                 raise ValueError(f"{name}: an integer >= 0 or None expected, got {value!r}")
         if self.draft_ms is not None and not (_is_number(self.draft_ms) and 0 <= self.draft_ms < math.inf):
             raise ValueError(f"draft_ms: a finite number of milliseconds >= 0 or None expected, got {self.draft_ms!r}")
+        object.__setattr__(self, "draft_ms_by_width", _check_by_width(self.draft_ms_by_width))
         for name in _ORIGIN:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name}: a string or None expected, got {getattr(self, name)!r}")
@@ -84,6 +88,10 @@ class StepTimeTable:
     def _key(self) -> tuple[Any, ...]:
         values = (getattr(self, f.name) for f in fields(self))
         return tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in values)
+
+    def draft_ms_of(self, width: int | None = None) -> float | None:
+        """Milliseconds of a block of `width` drafts (None: the whole block), None if not known."""
+        return dict(self.draft_ms_by_width).get(width or 0, self.draft_ms)
 
     @property
     def last(self) -> int:
@@ -342,12 +350,32 @@ def _check_milliseconds(values: Any, size: int) -> np.ndarray:
     return milliseconds
 
 
+def _check_by_width(values: Any) -> tuple[tuple[int, float], ...]:
+    wanted = f"draft_ms_by_width: pairs of a width >= 1 and finite milliseconds >= 0 expected, got {values!r:.80}"
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(wanted)
+    pairs = []
+    for pair in values:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(wanted)
+        width, ms = pair
+        if isinstance(width, bool) or not _is_index(width) or width < 1:
+            raise ValueError(wanted)
+        if not (_is_number(ms) and 0 <= ms < math.inf):
+            raise ValueError(wanted)
+        pairs.append((int(width), float(ms)))
+    widths = [width for width, _ in pairs]
+    if widths != sorted(set(widths)):
+        raise ValueError(f"draft_ms_by_width: widths must increase, got {widths}")
+    return tuple(pairs)
+
+
 def _to_json(table: StepTimeTable, names: Sequence[str]) -> dict[str, Any]:
     values = {name: getattr(table, name) for name in names}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in values.items()
-        if value is not None
+        if value is not None and not (isinstance(value, tuple) and not value)
     }
 
 

@@ -187,10 +187,11 @@ def test_both_speed_ups_are_judged_and_programs_compiled_within_cells_are_said()
 def test_step_times_are_medians_over_rounds_and_a_plain_step_comes_before_one_that_verifies() -> None:
     """Three rounds, of which one was disturbed. A dip (9 behind 10) is noise: both are 9.5."""
     first = {("plain", 2, 2): 4.0, ("verify", 2, 2): 5.0, ("verify", 2, 4): 10.0, ("verify", 2, 6): 9.0}
-    first |= {("draft", 2, 0): 1.0}
+    first |= {("draft", 2, 0): 1.0, ("draft", 2, 3): 0.5}
     rounds = [first, {place: 9 * ms for place, ms in first.items()}, first]
     row = table_of(over_rounds(rounds), 64).at(64, 2)
     assert row.tokens.tolist() == [2, 4, 6] and row.milliseconds.tolist() == [4.0, 9.5, 9.5] and row.draft_ms == 1.0
+    assert row.draft_ms_by_width == ((3, 0.5),)
 
 
 def test_the_report_names_bars_that_were_missed() -> None:

@@ -93,6 +93,21 @@ def test_adaptive_drafts_where_it_pays_and_not_where_it_costs() -> None:
     assert steep.run(cycles=2000)["drafts_per_request"] < 0.05
 
 
+def test_narrow_blocks_are_drafted_where_the_table_has_a_time_of_them() -> None:
+    """One draft of four is good. Blocks of two cost 1 ms, whole ones 4; only narrow ones are drafted but for a look at
+    the whole now and then, and the draft time that is saved is (nearly) that difference in each cycle."""
+    survival = np.tile(np.array([0.9, 0.1, 0.01, 0.0], np.float32), (256, 1))
+    traces = Traces(survival, constant(1, 256).accepted, np.array([0, 256]), ("x",), np.ones(4))
+    found = {}
+    for by_width in ((), ((2, 1.0),)):
+        table = StepTimeTable([1, 2, 3, 5], [10.0, 11.0, 16.0, 20.0], draft_ms=4.0, draft_ms_by_width=by_width)
+        arm = Arm("adaptive", "lagged", drafts=4)
+        simulation = Simulation(arm, traces, Clock(table, context=64, measured=False), Closed(1), Server(1))
+        found[by_width] = simulation.run(cycles=500)["tokens_per_s"]
+    ratio = found[(2, 1.0),] / found[()]
+    assert ratio == pytest.approx(15.0 / 12.0, rel=0.05)
+
+
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
 def test_every_request_is_answered_once_with_its_whole_text(arm: Arm) -> None:
     """Twenty requests at odd times on three slots: all end, none twice, and the tokens are those of their texts (one

@@ -95,6 +95,21 @@ def test_a_ragged_step_over_part_of_the_cache_is_the_dense_step_over_all_of_it()
     same(dense(), two_cycles(opened(), **RAGGED))
 
 
+@pytest.mark.parametrize(("rows", "tokens", "dense_then"), [(1, 3, True), (1, 2, True), (2, 3, False)])
+def test_no_row_is_padded_beyond_the_tokens_of_the_step(rows: int, tokens: int, dense_then: bool) -> None:
+    """Fewer flat tokens than a block has: attention is that wide, and of one row the flat tokens are the row."""
+    target, drafter = models()
+    proposal = cycle.draft(drafter, opened(), num_drafts=G, rows=rows)
+    admitted = jnp.zeros(rows, jnp.int32).at[0].set(tokens - rows)
+    found = [
+        cycle.step_with_law(target, drafter, opened(), proposal, admitted, rows=rows, tokens=size)
+        for size in (tokens, None)
+    ]
+    (state, result, _, layout), (whole, wanted, _, _) = found
+    assert (layout.width, layout.dense) == (tokens, dense_then)
+    same([state, result], [whole, wanted.replace(tokens=wanted.tokens[:, :tokens])], np.arange(rows))
+
+
 @pytest.mark.parametrize("static", [{}, RAGGED])
 def test_idle_slots_neither_change_nor_disturb(static: dict[str, int]) -> None:
     """Slot 1 idle, its cells NaN: the others do as before, and it commits nothing and keeps its state."""
