@@ -19,7 +19,8 @@ from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
 from dspark_jax.engine.estimates import PROBE_FIRST, Confidences, Probe, Score
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.policy import OUTSIDE, Costs
-from dspark_jax.engine.profile import profile
+from dspark_jax.engine.profile import corners, profile
+from dspark_jax.engine.refine import refine
 from dspark_jax.engine.step_times import StepTimes
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.schedule.choice import choose
@@ -245,6 +246,41 @@ def test_a_table_without_widths_counts_for_every_width(tmp_path: Path) -> None:
     for wrong in ([3], [[3, -1.0]], [[0, 1.0]], [[3, 1.0], [2, 1.0]], "no", [[3, float("nan")]]):
         with pytest.raises(ValueError, match="draft_ms_by_width"):
             StepTimeTable(tokens=[1], milliseconds=[1.0], draft_ms_by_width=wrong)  # type: ignore[arg-type]
+
+
+def test_of_several_narrow_widths_the_narrowest_is_a_corner() -> None:
+    """It and whole blocks (0) are measured whatever the time; what lies between is told by the model."""
+    buckets = dataclasses.replace(planned(99), narrow={1: (1, 2, 4)})
+    found = {key.tokens for key in corners(buckets.keys(127)) if (key.kind, key.slots) == ("draft", 1)}
+    assert found == {0, 1}
+
+
+def test_a_measured_table_without_widths_leaves_narrow_blocks_out(chain: Models, tmp_path: Path) -> None:
+    """It spent the whole budget of programs on verify sizes, so that narrow ones would be beyond it, and nobody has
+    measured them. Widths that the configuration names are made all the same."""
+
+    def run(key: Key) -> float:
+        return 1e-3 * (0.1 * key.slots * (key.tokens or 5) if key.kind == "draft" else 10 + 0.2 * key.tokens)
+
+    def made(**changes: Any) -> Engine:
+        return Engine(*chain, engine_config(mode="lagged", num_speculative_tokens=5, max_programs=13, **changes))
+
+    def saved(buckets: Buckets, name: str) -> Path:
+        found = profile(run, buckets, engine.window - 1, engine._origin, budget_s=1e3, clock=lambda: 0.0)
+        finer = refine(buckets, found.step_ms, found.draft_ms, 13, engine.window)
+        assert len(finer.keys(engine.window - 1)) == 13
+        table = profile(run, finer, engine.window - 1, engine._origin, budget_s=1e3, clock=lambda: 0.0).table
+        table.save(tmp_path / name)
+        return tmp_path / name
+
+    engine = made()
+    assert engine.buckets.narrow
+    old, new = saved(dataclasses.replace(engine.buckets, narrow={}), "old"), saved(engine.buckets, "new")
+    for path, narrow in ((old, {}), (new, engine.buckets.narrow)):
+        found = made(step_time=path)
+        assert found.buckets.narrow == narrow and len(found.buckets.keys(found.window - 1)) == 13
+        assert any("lacks times of narrower blocks" in note for note in found.notes) == (path == old)
+    assert set(made(step_time=old, draft_widths=(2,)).buckets.narrow) == set(engine.buckets.slots)
 
 
 BY_WIDTH = StepTimeTable(
