@@ -22,7 +22,7 @@ from dspark_jax.engine.policy import OUTSIDE, Costs
 from dspark_jax.engine.profile import corners, profile
 from dspark_jax.engine.refine import refine
 from dspark_jax.engine.step_times import StepTimes
-from dspark_jax.schedule import StepTimeTable
+from dspark_jax.schedule import StepTimeTable, admit_top_k
 from dspark_jax.schedule.choice import choose
 from dspark_jax.testing import tiny_drafter, tiny_target
 from tests.engine.cases import BLOCK, Models, engine_config, expected, random_requests, run_all
@@ -88,6 +88,25 @@ def test_whole_blocks_are_looked_at_now_and_then() -> None:
     policy, who = Lagged(7, narrow=(3,)), tenant(0)
     widths = [decide(policy, n, who, 0.5 ** np.arange(1, 8)).width for n in range(2, 2 + 3 * PROBE_FIRST)]
     assert [n for n, width in enumerate(widths) if width is None] == [PROBE_FIRST - 1, 3 * PROBE_FIRST - 1]
+
+
+def test_without_a_confidence_head_one_request_after_the_other_shows_what_is_behind() -> None:
+    """Three requests of which nothing survives behind three drafts, and later everything: whole blocks pay then, which
+    only drafts that are verified can tell. The scores of narrow blocks have shown their three places alone."""
+    policy, who = Lagged(7, has_confidence=False, narrow=(3,)), [tenant(i) for i in range(3)]
+    looked, widths = [], []
+    for cycle in range(1500):
+        decision = policy.decide(cycle, who, costs_of(TIMES))
+        width = decision.width or 7
+        widths.append(width)
+        looked += [i for i in range(3) if decision.least[i] > 0]
+        survival = 0.5 * policy._estimates.survivals(who, cycle)[:, :width]
+        survival[np.arange(width) < decision.least[:, None]] = 1.0  # before all others
+        offered, true = admit_top_k(survival, decision.drafts), 3 if cycle < 300 else 7
+        found = [Score(t, np.zeros(7), int(n), min(int(n), true), 0, width) for t, n in zip(who, offered, strict=True)]
+        policy.observe(cycle, found)
+    assert widths[100:300].count(3) > 190 and set(widths[-100:]) == {7}
+    assert looked[:4] == [0, 1, 2, 0]
 
 
 def test_a_probe_of_an_engine_that_skips_is_a_whole_block() -> None:
