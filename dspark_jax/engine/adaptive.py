@@ -47,6 +47,7 @@ class Lagged(Policy):
         self.look = 1 if has_confidence else drafts
         self._probe = Probe()
         self._whole = Probe()  # when to draft a whole block where narrower ones are chosen
+        self._looks = 0  # how often that was
 
     def observe(self, cycle: int, scores: Sequence[Score]) -> None:
         self._estimates.observe(cycle, scores)
@@ -72,7 +73,7 @@ class Lagged(Policy):
         if not beside.crowded:
             self._judge(tenants, counts, rows[:, 0], choice)
         if choice.drafts:
-            return self._drafting(tenants, choice.drafts, costs, self._looked_behind(width))
+            return self._drafting(tenants, choice.drafts, costs, width)
         # Where the step has no place for a draft a probe would see nothing, and is kept for one that has.
         if beside.crowded or table.last <= len(tenants) or not self._probe.due():
             return Decision(0, np.full(len(tenants), OUTSIDE, np.int32), table=table, draft_ms=draft_ms)
@@ -110,6 +111,14 @@ class Lagged(Policy):
             return width
         return self.drafts if self._whole.due() else width
 
+    def _verified_behind(self, least: np.ndarray) -> None:
+        """Without a confidence head a whole block shows nothing but what is verified of it: in its turn, which no score
+        decides, all of one request's."""
+        if self.look > 1:
+            inside = np.flatnonzero(least != OUTSIDE)
+            least[inside[self._looks % inside.size]] = self.look
+            self._looks += 1
+
     def _choose(
         self, rows: np.ndarray, table: StepTimeTable, draft_ms: float, other_ms: float, paid: bool = False
     ) -> Choice:
@@ -138,14 +147,18 @@ class Lagged(Policy):
                 tenant.left, tenant.low = None, 0
 
     def _drafting(self, tenants: Sequence[Tenant], drafts: int, costs: Costs, width: int) -> Decision:
-        """A cycle that drafts blocks of ``width``: for all who have not left, and those who are due to be looked at."""
+        """A cycle that drafts blocks of ``width`` (or looks behind them): for all who have not left, and those who are
+        due to be looked at."""
         self._probe = Probe()
+        chosen, width = width, self._looked_behind(width)
         least = np.zeros(len(tenants), np.int32)
         for i, tenant in enumerate(tenants):
             if tenant.left is not None:
                 least[i] = self.look if tenant.left.due() else OUTSIDE
         if (least == OUTSIDE).all():  # those whom the search counted have just left
             return Decision(0, least)
+        if width != chosen:
+            self._verified_behind(least)
         marked = (least != OUTSIDE).tolist()
         table, draft_ms = costs(marked) if width == self.drafts else costs(marked, width)
         if math.isinf(draft_ms):  # another number of requests, for which there is no such program

@@ -29,7 +29,8 @@ class EngineConfig:
         num_speculative_tokens: drafts a block; None: the drafter's own block.
         draft_widths: drafts of the blocks among which adaptive modes choose from cycle to cycle; the whole block is
             always one of them. None: chosen, within ``max_programs``: about half a block beside the whole one, where
-            that has at least 5 drafts and the drafter makes narrower blocks with less work.
+            that has at least 5 drafts and the drafter makes narrower blocks with less work, and a measured table of
+            ``step_time`` knows their times.
         verification: rule of requests that name none and bring no seed.
         confidence_threshold: of mode ``threshold``, compared with the raw sigmoid of the confidence logit.
         calibration: a Calibration or CalibrationTables; None: the drafter's own if it has one.
@@ -51,7 +52,7 @@ class EngineConfig:
         prefill_buckets: sizes of a prompt's pieces in tokens. None, here and below: chosen.
         slot_buckets, token_buckets, context_buckets: numbers of slots, of flat tokens and of cache cells for
             which programs are compiled. The largest slot and context buckets are always among them. What is
-            given here is not held to ``max_programs``.
+            given here, and in ``draft_widths``, is not held to ``max_programs``.
         max_programs: budget of compiled programs; None: 24 on CPU, 64 elsewhere.
         max_stop_token_ids: stop tokens a request may name.
         enable_prefix_caching: keep what is computed of prompts and answers, and do not compute the same beginning

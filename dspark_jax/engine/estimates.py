@@ -153,7 +153,8 @@ class Confidences:
         forgotten = FASTEST * len(rows) / (len(rows) + LEAST_ROWS)
         kept = self._rows * (1.0 - forgotten) ** (cycle - self._learned)
         self._rows, self._learned = max(kept, LEAST_ROWS) + len(rows), cycle
-        share = len(rows) / self._rows
+        # Of many requests that are gone much is left for long; who is still there must not wait for all of it to go.
+        share = max(len(rows) / self._rows, forgotten)
         self._average = (1.0 - share) * self._average + share * rows.mean(axis=0)
 
     def _extended(self, rows: np.ndarray, width: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -143,8 +144,8 @@ def corners(keys: Sequence[Key]) -> list[Key]:
             rows = [key for key in own if key.slots == slots]
             for context in _ends(key.context for key in rows):
                 row = [key for key in rows if key.context == context]
-                for tokens in _ends(key.tokens for key in row):
-                    found |= {key: None for key in row if key.tokens == tokens}
+                for tokens in _ends(_width(key) for key in row):
+                    found |= {key: None for key in row if _width(key) == tokens}
     return list(found)
 
 
@@ -161,9 +162,14 @@ def in_turn(keys: Collection[Key]) -> list[tuple[Key, bool]]:
     return found
 
 
-def _ends(values: Any) -> list[int]:
+def _ends(values: Any) -> list[Any]:
     known = sorted(set(values))
     return [known[0], known[-1]][: len(known)]
+
+
+def _width(key: Key) -> float:
+    """Of programs of a kind and the same slots the one with most tokens has the largest; whole blocks are a draft's."""
+    return math.inf if key.kind == "draft" and not key.tokens else key.tokens
 
 
 def _tokens(key: Key, buckets: Buckets) -> int:

@@ -63,6 +63,15 @@ class StepTimes:
             self._drafts[place] = self.table.at(context, slots).draft_ms_of(width) or 0.0
         return self._drafts[place]
 
+    def known(self, narrow: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """Those of the widths by slot bucket whose draft was measured in it."""
+        found = {}
+        for slots, widths in narrow.items():
+            rows = [dict(row.draft_ms_by_width) for row in self.table.rows if row.slots == slots]
+            if kept := tuple(width for width in widths if rows and all(width in row for row in rows)):
+                found[slots] = kept
+        return found
+
     def piece_ms(self, tokens: int, context: int) -> float:
         """Milliseconds of a piece of prompt, which is not in the table: by the additive model of the table's steps, for
         one slot. Beyond their largest number of tokens it is taken to grow in proportion; 0 where all are infinite.

@@ -113,6 +113,17 @@ def test_the_average_forgets_with_time_and_the_less_the_fewer_rows_it_gets() -> 
         assert estimates._average[0] == pytest.approx(0.5 + 0.5 * rate, rel=1e-3)
 
 
+def test_one_request_is_averaged_over_a_hundred_cycles_however_many_there_were_before() -> None:
+    """256 requests leave 2,650 rows behind them. The one that stays moves the average by a hundredth a cycle, half of
+    the way in 69, and not in the 330 in which that many rows are forgotten."""
+    estimates = Confidences(1)
+    for cycle in range(600):
+        estimates._take_in(cycle, np.full((256, 1), 0.9))
+    for cycle in range(600, 669):
+        estimates._take_in(cycle, np.full((1, 1), 0.3))
+    assert estimates._average[0] == pytest.approx(0.3 + 0.6 * 0.99**69)
+
+
 def test_one_request_goes_on_drafting_what_pays_through_bad_luck() -> None:
     """Drafting pays if more than 0.58 of a first draft is accepted; scores are uniform between 0.3 and 1 and have
     nothing to do with each other, 0.65 on average. An average over the last ten of them is below 0.58 in an eighth of

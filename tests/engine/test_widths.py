@@ -19,9 +19,10 @@ from dspark_jax.engine.buckets import Buckets, Key, plan_buckets
 from dspark_jax.engine.estimates import PROBE_FIRST, Confidences, Probe, Score
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.policy import OUTSIDE, Costs
-from dspark_jax.engine.profile import profile
+from dspark_jax.engine.profile import corners, profile
+from dspark_jax.engine.refine import refine
 from dspark_jax.engine.step_times import StepTimes
-from dspark_jax.schedule import StepTimeTable
+from dspark_jax.schedule import StepTimeTable, admit_top_k
 from dspark_jax.schedule.choice import choose
 from dspark_jax.testing import tiny_drafter, tiny_target
 from tests.engine.cases import BLOCK, Models, engine_config, expected, random_requests, run_all
@@ -87,6 +88,25 @@ def test_whole_blocks_are_looked_at_now_and_then() -> None:
     policy, who = Lagged(7, narrow=(3,)), tenant(0)
     widths = [decide(policy, n, who, 0.5 ** np.arange(1, 8)).width for n in range(2, 2 + 3 * PROBE_FIRST)]
     assert [n for n, width in enumerate(widths) if width is None] == [PROBE_FIRST - 1, 3 * PROBE_FIRST - 1]
+
+
+def test_without_a_confidence_head_one_request_after_the_other_shows_what_is_behind() -> None:
+    """Three requests of which nothing survives behind three drafts, and later everything: whole blocks pay then, which
+    only drafts that are verified can tell. The scores of narrow blocks have shown their three places alone."""
+    policy, who = Lagged(7, has_confidence=False, narrow=(3,)), [tenant(i) for i in range(3)]
+    looked, widths = [], []
+    for cycle in range(1500):
+        decision = policy.decide(cycle, who, costs_of(TIMES))
+        width = decision.width or 7
+        widths.append(width)
+        looked += [i for i in range(3) if decision.least[i] > 0]
+        survival = 0.5 * policy._estimates.survivals(who, cycle)[:, :width]
+        survival[np.arange(width) < decision.least[:, None]] = 1.0  # before all others
+        offered, true = admit_top_k(survival, decision.drafts), 3 if cycle < 300 else 7
+        found = [Score(t, np.zeros(7), int(n), min(int(n), true), 0, width) for t, n in zip(who, offered, strict=True)]
+        policy.observe(cycle, found)
+    assert widths[100:300].count(3) > 190 and set(widths[-100:]) == {7}
+    assert looked[:4] == [0, 1, 2, 0]
 
 
 def test_a_probe_of_an_engine_that_skips_is_a_whole_block() -> None:
@@ -245,6 +265,41 @@ def test_a_table_without_widths_counts_for_every_width(tmp_path: Path) -> None:
     for wrong in ([3], [[3, -1.0]], [[0, 1.0]], [[3, 1.0], [2, 1.0]], "no", [[3, float("nan")]]):
         with pytest.raises(ValueError, match="draft_ms_by_width"):
             StepTimeTable(tokens=[1], milliseconds=[1.0], draft_ms_by_width=wrong)  # type: ignore[arg-type]
+
+
+def test_of_several_narrow_widths_the_narrowest_is_a_corner() -> None:
+    """It and whole blocks (0) are measured whatever the time; what lies between is told by the model."""
+    buckets = dataclasses.replace(planned(99), narrow={1: (1, 2, 4)})
+    found = {key.tokens for key in corners(buckets.keys(127)) if (key.kind, key.slots) == ("draft", 1)}
+    assert found == {0, 1}
+
+
+def test_a_measured_table_without_widths_leaves_narrow_blocks_out(chain: Models, tmp_path: Path) -> None:
+    """It spent the whole budget of programs on verify sizes, so that narrow ones would be beyond it, and nobody has
+    measured them. Widths that the configuration names are made all the same."""
+
+    def run(key: Key) -> float:
+        return 1e-3 * (0.1 * key.slots * (key.tokens or 5) if key.kind == "draft" else 10 + 0.2 * key.tokens)
+
+    def made(**changes: Any) -> Engine:
+        return Engine(*chain, engine_config(mode="lagged", num_speculative_tokens=5, max_programs=13, **changes))
+
+    def saved(buckets: Buckets, name: str) -> Path:
+        found = profile(run, buckets, engine.window - 1, engine._origin, budget_s=1e3, clock=lambda: 0.0)
+        finer = refine(buckets, found.step_ms, found.draft_ms, 13, engine.window)
+        assert len(finer.keys(engine.window - 1)) == 13
+        table = profile(run, finer, engine.window - 1, engine._origin, budget_s=1e3, clock=lambda: 0.0).table
+        table.save(tmp_path / name)
+        return tmp_path / name
+
+    engine = made()
+    assert engine.buckets.narrow
+    old, new = saved(dataclasses.replace(engine.buckets, narrow={}), "old"), saved(engine.buckets, "new")
+    for path, narrow in ((old, {}), (new, engine.buckets.narrow)):
+        found = made(step_time=path)
+        assert found.buckets.narrow == narrow and len(found.buckets.keys(found.window - 1)) == 13
+        assert any("lacks times of narrower blocks" in note for note in found.notes) == (path == old)
+    assert set(made(step_time=old, draft_widths=(2,)).buckets.narrow) == set(engine.buckets.slots)
 
 
 BY_WIDTH = StepTimeTable(
