@@ -99,7 +99,6 @@ def test_the_average_forgets_with_time_and_the_less_the_fewer_rows_it_gets() -> 
     """The prior counts as nine rows; of n rows a cycle 0.1 n / (n + 9) is forgotten, but never so much that fewer than
     nine are left. By hand: rows of 1 and 3 requests, one 64 cycles later, and steadily one and ninety a cycle."""
     estimates, average = Confidences(1), PRIOR
-    rows = 9.0
     for cycle, count, kept in [(0, 1, 9.0), (1, 3, 10 * 0.975), (65, 1, 9.0), (66, 1, 10 * 0.99)]:
         estimates._take_in(cycle, np.full((count, 1), 0.1 * count))
         rows = kept + count
