@@ -73,7 +73,10 @@ class Programs:
         if rows := self.buckets.stored_blocks:
             draft = None if self._drafter is None else self._drafter.init(rows, BLOCK)
             self._store = self._place.put(copies.Store(self._target.init_cache(rows, BLOCK), draft))
-        return self._place.put(self._fresh())
+        state = self._place.put(self._fresh())
+        if self._drafter is not None:
+            self._last_proposal(state)  # here, since making arrays compiles: the first draft behind a reset shall not
+        return state
 
     def state_shapes(self) -> DecodeState:
         """The shapes of ``init_state``, for lowering a program without the memory of its caches."""

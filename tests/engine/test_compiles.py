@@ -16,11 +16,16 @@ from dspark_jax.testing import tiny_drafter, tiny_target
 from tests.engine.cases import VOCAB, WINDOW, fresh, step_times
 
 
-def test_nothing_is_compiled_after_the_warm_up(fixed: Engine, monkeypatch: Any) -> None:
-    """A random load with cancellations: neither the engine's own counter nor JAX sees a compilation."""
+@pytest.mark.parametrize("name", ["fixed_engine", "lagged_engine"])
+def test_nothing_is_compiled_after_the_warm_up(request: Any, name: str) -> None:
+    """A random load with cancellations, the first behind a reset: neither the engine's own counter nor JAX sees a
+    compilation, and none is spared because JAX had kept a small program of an earlier test."""
+    engine = fresh(request.getfixturevalue(name))
     lines: list[str] = []
-    fixed.warmup(lines.append)
+    engine.warmup(lines.append)
     assert all(re.fullmatch(r"compiled \w+( \w+=\d+)* \(\d+/\d+\) \d+\.\d s", line) for line in lines)
+    engine.reset()
+    jax.clear_caches()
     compiled: list[str] = []
 
     def listen(name: str, seconds: float, **details: Any) -> None:
@@ -29,10 +34,10 @@ def test_nothing_is_compiled_after_the_warm_up(fixed: Engine, monkeypatch: Any) 
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        _load(fixed)
+        _load(engine)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert compiled == [] and fixed.counters()["late_compiles"] == 0
+    assert compiled == [] and engine.counters()["late_compiles"] == 0
 
 
 def _load(engine: Engine) -> None:
