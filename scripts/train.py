@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def make() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
+        if args.export_only is not None and not any((args.out / "checkpoints").glob("[0-9]*")):
+            raise ValueError(f"--export-only: {args.out} holds no checkpoint")
         with full_disk_stops(args.out):
             read_input(config, args.out, target_config(config.target))  # before the target's weights are read
             if args.export_only is None and args.process == 0:

@@ -179,6 +179,7 @@ def test_an_export_to_a_full_disk_ends_in_one_line(
     train = script("train")
     monkeypatch.setattr(train, "load_target", lambda name: None)
     monkeypatch.setattr(train, "Run", Full)
+    (tmp_path / "out" / "checkpoints" / "1").mkdir(parents=True)
     assert train.main([*tiny_training(tmp_path), "--export-only", str(tmp_path / "drafter")]) == 3
     error = capsys.readouterr().err
     assert error == f"stopped: {tmp_path / 'drafter'}: no space left on the disk; make room and start again\n"
@@ -197,3 +198,10 @@ def test_counting_ngrams_names_the_setting_and_what_it_may_be(
 ) -> None:
     argv = ["--config", str(ROOT / "configs/ngram/smollm2.toml"), "--out", str(tmp_path), "--set", setting]
     assert named in told(script("count_ngrams").main, argv, capsys)
+
+
+def test_an_export_needs_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is made where ``--out`` was mistyped; it gave the untrained drafter of a new folder."""
+    argv = ["--config", str(ROOT / "configs/train/smollm2_dspark.toml"), "--out", str(tmp_path / "typo")]
+    error = told(script("train").main, [*argv, "--export-only", str(tmp_path / "drafter")], capsys)
+    assert "--export-only: " in error and "typo holds no checkpoint" in error and not list(tmp_path.iterdir())

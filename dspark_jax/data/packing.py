@@ -42,6 +42,11 @@ class BlockPlan:
             raise ValueError(f"{len(self.widths)} blocks do not fall into {parts} parts of the same widths")
         return BlockPlan(self.widths[:size])
 
+    def most_parts(self, parts: int) -> int:
+        """The largest number up to ``parts`` into which the plan divides (``part``)."""
+        sizes = ((len(self.widths) // n, n) for n in range(parts, 0, -1) if len(self.widths) % n == 0)
+        return next(n for size, n in sizes if self.widths == self.widths[:size] * n)
+
     @property
     def anchors(self) -> int:
         return len(self.widths)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dspark_jax import load_drafter, load_target
-from dspark_jax.calibrate import Calibration, fit, save_tables
+from dspark_jax.calibrate import Calibration, fit, load_tables, save_tables
 from dspark_jax.calibrate.assess import assess, diagram, outcomes
 from dspark_jax.calibrate.sts import GRID
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
@@ -27,6 +27,7 @@ from dspark_jax.evaluate.report import table as markdown_table
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
+from dspark_jax.targets import weights_digest
 from dspark_jax.types import GREEDY_TEMPERATURE
 from dspark_jax.whole_file import full_disk_is_said, is_disk_full, write_whole
 
@@ -50,6 +51,11 @@ class TableConfig:
         if not self.name or "/" in self.name:
             raise ValueError(f"a table needs a name without /, found {self.name!r}")
         Sampling(self.temperature)
+
+    @property
+    def picked(self) -> bool:
+        """Requests pick it (``CalibrationTables.pick``)."""
+        return self.temperature == 1.0 or self.temperature < GREEDY_TEMPERATURE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +127,7 @@ class CalibrationRun:
         config, path = self.config, self.folder / HEADER
         mine: dict[str, Any] = {
             "target": config.target,
+            "weights": weights_digest(self.target),
             "drafter": fingerprint(find_drafter(config.drafter)),
             "decode": dataclasses.asdict(config.decode),
             "tables": {t.name: {"verification": t.verification, "temperature": t.temperature} for t in config.tables},
@@ -144,6 +151,14 @@ class CalibrationRun:
     def run(self) -> dict[str, Any]:
         """Returns the measures that were written, by table and list of sets."""
         fitted, measures = [], {}
+        for table in self.config.tables:
+            if not table.picked:
+                LOG.warning(
+                    "%s: a table of T = %g is written and measured, but no request picks it: they take the one of "
+                    "T = 1 of their rule, or that of T = 0",
+                    table.name,
+                    table.temperature,
+                )
         with Progress(len(self.config.tables) * sum(map(len, self.tasks.values())), "calibrate", unit="prompt") as bar:
             for table in self.config.tables:
                 records = {name: self.record(table, name, bar) for name, tasks in self.tasks.items() if tasks}
@@ -157,6 +172,8 @@ class CalibrationRun:
                 )
                 fitted.append(calibration)
                 measures[table.name] = self._measure(table, calibration, records)
+        # Tables that were added one by one: those of the earlier calls, of the same drafter and records, stay.
+        fitted = _beside(self.folder / CALIBRATION_FILE, fitted)
         written = [self.folder / CALIBRATION_FILE]
         if self.config.install:
             written.append(find_drafter(self.config.drafter) / CALIBRATION_FILE)
@@ -170,6 +187,8 @@ class CalibrationRun:
 
     def _install(self, path: Path, fitted: Sequence[Calibration]) -> None:
         """Writes the tables. Raises ValueError where nothing may be written there; OSError where there is no room."""
+        if lost := _lost(path, fitted):
+            LOG.warning("%s: its tables for %s are not among these and go; add them to tables to keep such", path, lost)
         try:
             save_tables(path, fitted)
         except OSError as error:
@@ -284,6 +303,25 @@ def _read_header(path: Path) -> dict[str, Any] | None:
             f"{path}: does not say what the records beside it were decoded for ({error}); give another folder, or "
             "delete this one to decode anew"
         ) from None
+
+
+def _beside(path: Path, fitted: Sequence[Calibration]) -> list[Calibration]:
+    """The tables, and those of the file for other rules and temperatures, if there is one."""
+    if not path.is_file():
+        return list(fitted)
+    keys = {(t.verification, t.sampling_temperature) for t in fitted}
+    return [*fitted, *(t for t in load_tables(path) if (t.verification, t.sampling_temperature) not in keys)]
+
+
+def _lost(path: Path, fitted: Sequence[Calibration]) -> str:
+    """Which tables of the file the new ones do not replace; a file that is none has none."""
+    try:
+        there = list(load_tables(path))
+    except (OSError, ValueError):
+        return ""
+    keys = {(t.verification, t.sampling_temperature) for t in fitted}
+    gone = [(t.verification, t.sampling_temperature) for t in there]
+    return ", ".join(f"{rule} at T = {t:g}" for rule, t in gone if (rule, t) not in keys)
 
 
 def _plain(value: Any) -> Any:

@@ -41,14 +41,15 @@ class Job:
         cut = "" if self.threshold is None else f"@{self.threshold:g}"
         return f"{self.run.name}/{self.row}{cut}.jsonl"
 
-    def header(self, target: str, decode: DecodeConfig) -> dict[str, Any]:
-        """What decides its records; the number of prompts does not."""
+    def header(self, target: str, weights: str, decode: DecodeConfig) -> dict[str, Any]:
+        """What decides its records; the number of prompts does not. ``weights``: ``weights_digest`` of the target."""
         drafter = None
         if self.drafter is not None:
             drafter = {**dataclasses.asdict(self.drafter), "files": fingerprint(find_drafter(self.drafter.path))}
             del drafter["name"], drafter["path"]
         return {
             "target": target,
+            "weights": weights,
             "drafter": drafter,
             "run": dataclasses.asdict(self.run),
             "decode": dataclasses.asdict(decode),

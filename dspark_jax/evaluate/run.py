@@ -18,6 +18,7 @@ from dspark_jax.evaluate.decode import Job, Trace, build_engine, run_job
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter
 from dspark_jax.progress import Progress
+from dspark_jax.targets import weights_digest
 
 LOG = logging.getLogger("dspark_jax.evaluate")
 RECORDS = "records"
@@ -44,6 +45,7 @@ class Evaluation:
             for entry in config.drafters:  # before anything that takes long
                 check_drafter(entry.path)
         self.target = load_target(config.target, dtype=config.decode.dtype) if target is None else target
+        self.weights = weights_digest(self.target)
         self.tasks = load_tasks(config.suites, self.target, config.decode)
 
     def run(self) -> dict[str, Any]:
@@ -88,7 +90,8 @@ class Evaluation:
         return decoded
 
     def _open(self, job: Job) -> LineFile:
-        return LineFile(self.folder / RECORDS / job.file, job.header(self.config.target, self.config.decode))
+        header = job.header(self.config.target, self.weights, self.config.decode)
+        return LineFile(self.folder / RECORDS / job.file, header)
 
     def _engine(self, drafter: Any, job: Job) -> Engine:
         longest = max(len(task.ids) for task in self.tasks) + self.config.decode.max_new_tokens

@@ -72,8 +72,11 @@ def packed_heads(
     logits = base_logits(config, shared, hidden)
     e = None
     if config.markov_rank:
-        z, e = _markov(config, params["markov"], plan, slots.previous, hidden)
-        logits = logits + markov_bias(params["markov"], z)
+        markov = params["markov"]
+        z, e = _markov(config, markov, plan, slots.previous, hidden)
+        # A whole vocabulary ends here with the tokenizer's last token (``TeacherHead``); W2 has a row for each of the
+        # target's, those beyond it are never drafted and get no gradient.
+        logits = logits + markov_bias({"w2": markov["w2"][: logits.shape[-1]]}, z)
     confidence = None
     if config.confidence_head:
         confidence = confidence_logits(config, params["confidence"], hidden, e)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from dspark_jax.data.records import Records
 from dspark_jax.data.teacher_cache import TeacherCache, TeacherCacheWriter, records_digest
 from dspark_jax.progress import Progress
-from dspark_jax.targets import Target
+from dspark_jax.targets import Target, weights_digest
 from dspark_jax.train.config import TrainConfig, drafter_config
 from dspark_jax.train.step import make_teacher_step
 
@@ -22,13 +20,10 @@ SHARD_RECORDS = 64
 
 
 def header(config: TrainConfig, target: Target, records: Records) -> dict[str, Any]:
-    """What teacher states belong to: text, target, taps and length. Weights are known by the last norm, in bfloat16,
-    so that one cache serves a target loaded in either dtype."""
-    norm = np.ascontiguousarray(np.asarray(target.params["norm"]).astype(jnp.bfloat16)).tobytes()
-    weights = hashlib.sha256(repr(dataclasses.astuple(target.config)).encode() + norm).hexdigest()[:16]
+    """What teacher states belong to: text, target (name and weights), taps and length."""
     return {
         "target": config.target,
-        "weights": weights,
+        "weights": weights_digest(target),
         "hidden_size": target.config.hidden_size,
         "taps": list(config.drafter.target_layer_ids),
         "length": config.data.length,

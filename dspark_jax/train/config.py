@@ -116,6 +116,11 @@ class DrafterShape:
             )
         if self.bigram_records < 0:
             raise ValueError(f"bigram_records must be 0 (all) or more, found {self.bigram_records}")
+        if self.bigram_start and not (self.draft_vocab and self.markov_rank or self.start_from):
+            raise ValueError(
+                "bigram_start fits a Markov head to the pairs of a trimmed draft vocabulary: set markov_rank and "
+                "draft_vocab as well, or bigram_start = false"
+            )
         if self.method == "dspark":
             return
         heads = ("markov_rank", "bigram_start", "confidence_head")

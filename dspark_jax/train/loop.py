@@ -118,7 +118,7 @@ class Run:
         self._earlier = warm_start.earlier_drafter(start, self.drafter, target) if start and begins else None
         if self._earlier is not None and (doubt := self._read.doubt(self._earlier.training, config.data.first)):
             LOG.warning("drafter.start_from: %s", doubt)
-        self.d2t = self._draft_vocabulary(target.vocab_size)
+        self.d2t = self._draft_vocabulary(target.vocab_limit)
         self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
         data = config.data
@@ -126,7 +126,7 @@ class Run:
         self._heldout_plan = BlockPlan.cycle(data.heldout_anchors, data.heldout_widths)
         if chunks := config.loss.chunks:
             plan.part(chunks)  # says what is wrong before anything is compiled
-            chunks = chunks if len(self._heldout_plan.widths) % chunks == 0 else 1
+            chunks = self._heldout_plan.most_parts(chunks)
         self._rate = schedule(config.optim)
         self._step = make_train_step(self.drafter, plan, data.rounds, config.loss, config.optim)
         self._measure = make_heldout_step(self.drafter, self._heldout_plan, chunks)
@@ -142,7 +142,7 @@ class Run:
         latest = self._manager.latest_step()
         return {} if latest is None else dict(self._manager.metadata(latest).custom_metadata or {})
 
-    def _draft_vocabulary(self, vocab_size: int) -> np.ndarray | None:
+    def _draft_vocabulary(self, vocab_limit: int) -> np.ndarray | None:
         shape, path = self.config.drafter, self.folder / "d2t.npy"
         if not shape.draft_vocab:
             return None
@@ -155,17 +155,18 @@ class Run:
                         "it is written anew from the checkpoint"
                     )
                 return d2t
-        elif self._manager.latest_step() is not None and not path.is_file():
-            raise ValueError(
-                f"{path}: the draft vocabulary is missing, and a checkpoint of an older version does not hold it; "
-                "without it the parameters mean nothing. Put the file back"
-            )
+        elif self._manager.latest_step() is not None:
+            if not path.is_file():
+                raise ValueError(
+                    f"{path}: the draft vocabulary is missing, and a checkpoint of an older version does not hold it; "
+                    "without it the parameters mean nothing. Put the file back"
+                )
+            return np.load(path)
+        # Without a checkpoint a file here is of a start that came to nothing, perhaps on other text.
         elif self._earlier is not None and self._earlier.d2t is not None:
             d2t = self._earlier.d2t
-        elif path.is_file():
-            return np.load(path)
         else:
-            d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_size, shape.always)
+            d2t = warm_start.draft_vocabulary(self.records, shape.draft_vocab, vocab_limit, shape.always)
         if self._writes:
             write_array(path, d2t)
         return d2t

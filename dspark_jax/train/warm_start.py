@@ -30,9 +30,16 @@ from dspark_jax.types import PyTree
 LOG = logging.getLogger("dspark_jax.train")
 
 
-def draft_vocabulary(records: Records, size: int, vocab_size: int, always: Sequence[int] = ()) -> np.ndarray:
-    """``[size]`` int32 target ids in ascending order: the most frequent learnt tokens, and ``always``."""
-    counts = np.bincount(records.tokens[np.asarray(records.loss_mask, bool)], minlength=vocab_size).astype(float)
+def draft_vocabulary(records: Records, size: int, vocab_limit: int, always: Sequence[int] = ()) -> np.ndarray:
+    """``[size]`` int32 target ids in ascending order: the most frequent learnt tokens, and ``always``; all below
+    ``vocab_limit``, since what lies beyond is never drafted. Raises ValueError where there are not so many, or a token
+    of ``always`` lies beyond."""
+    if beyond := [token for token in always if token >= vocab_limit]:
+        raise ValueError(f"drafter.always: {beyond} are beyond the {vocab_limit} tokens that can be drafted")
+    if size > vocab_limit:
+        raise ValueError(f"drafter.draft_vocab = {size}, but only {vocab_limit} tokens can be drafted")
+    learnt = records.tokens[np.asarray(records.loss_mask, bool)]
+    counts = np.bincount(learnt, minlength=vocab_limit)[:vocab_limit].astype(float)
     counts[list(always)] = np.inf
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 

@@ -226,6 +226,43 @@ def test_a_calibration_that_cannot_be_installed_stops_with_the_installed_file_as
     assert (tmp_path / "out" / "calibration_report.md").is_file() and installed.read_bytes() == before
 
 
+def test_tables_that_are_added_one_by_one_stay_and_those_that_go_are_named(
+    case: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """Two calls of one folder leave two tables; the drafter's own third one, of other records, goes and is said. A
+    temperature that no request picks is said as well."""
+    config, models = case
+    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
+    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
+    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+    installed = tmp_path / "drafter" / "calibration.json"
+    Calibration(np.full(BLOCK, 2.0), verification="coupled").save(installed)
+
+    def keys(*tables: TableConfig) -> list[tuple[str, float]]:
+        CalibrationRun(dataclasses.replace(config, tables=tables), tmp_path / "out", models).run()
+        return [(table.verification, table.sampling_temperature) for table in load_tables(installed)]
+
+    with caplog.at_level(logging.WARNING):
+        assert keys(config.tables[0]) == [("rejection", 1.0)]
+    assert "calibration.json: its tables for coupled at T = 1 are not among these and go" in caplog.text
+    caplog.clear()
+    assert keys(config.tables[1]) == [("rejection", 0.0), ("rejection", 1.0)]
+    assert "its tables" not in caplog.text and "no request picks it" not in caplog.text
+    keys(TableConfig("warm", 0.7))
+    assert "warm: a table of T = 0.7 is written and measured, but no request picks it" in caplog.text
+
+
+def test_a_target_whose_weights_were_replaced_is_another_one(case: Any, tmp_path: Path) -> None:
+    """Under the same name and for the same drafter."""
+    config, (target, drafter) = case
+    CalibrationRun(config, tmp_path / "out", (target, drafter))
+    other = target.replace(table=target.table + 1.0)
+    with pytest.raises(ValueError, match=r"records\.json: .* something else: weights: '\w+' -> '\w+'; give another"):
+        CalibrationRun(config, tmp_path / "out", (other, drafter))
+
+
 def test_a_command_that_meets_a_full_disk_ends_with_status_3_and_one_line(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -89,11 +89,49 @@ def test_bfloat16_products_leave_state_and_gradient_in_float32() -> None:
     np.testing.assert_allclose(*found, rtol=3e-2)
 
 
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_rows_of_a_head_beyond_the_tokenizer_are_no_part_of_the_loss(chunks: int) -> None:
+    """Heads are often padded (Qwen3). Loss, length, acceptance and gradients of a target whose last two rows no token
+    has are those of a target without these rows; W2's last two rows get no gradient."""
+    padded = tiny_run.target().replace(vocab_limit=22)
+    params = {**padded.params, "embed_tokens": padded.params["embed_tokens"][:22]}
+    cut = Target.build(params, dataclasses.replace(padded.config, vocab_size=22), scan=False, fuse=False)
+    tokens = jax.random.randint(jax.random.key(2), (2, 20), 3, 22)
+    learnt = jnp.arange(20)[None, :] >= jnp.array([[4], [9]])
+    plan, shape = BlockPlan((3, 1, 3, 1)), DrafterShape(1, (0,), 1, block_size=3, markov_rank=4)
+    config = drafter_config(shape, padded.config)
+    params = initial_params(padded, config, jax.random.key(1), copy_layers=(1,))
+    keys = iter(jax.random.split(jax.random.key(4), 9))
+    head = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params["markov"])
+    params = {**params, "markov": head}
+
+    def run(target: Target, params: Any) -> Any:
+        config, frozen = drafter_config(shape, target.config), Frozen.build(target, None)
+
+        def total(params: Any) -> Any:
+            lesson = prepare(config, frozen, tokens, learnt, chunks)
+            slots = blocks(config, plan, lesson, *sample_anchors(jax.random.key(3), learnt, 4))
+            value, length = loss(config, LossConfig(chunks=chunks), frozen, plan, params, lesson, slots)
+            return value.total, (value, length, acceptance(config, frozen, plan, params, lesson, slots, chunks))
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    def rows(markov: Any) -> Any:
+        return {name: x[:22] for name, x in markov.items()}
+
+    (found, gradient), wanted = run(padded, params), run(cut, {**params, "markov": rows(head)})
+    assert not np.any(gradient["markov"]["w2"][22:]) and np.any(gradient["markov"]["w2"][:22])
+    found = found, {**gradient, "markov": rows(gradient["markov"])}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
 def test_chunks_must_have_equal_widths() -> None:
     assert BlockPlan((3, 1, 3, 1)).part(2) == BlockPlan((3, 1))
     for parts in (3, 4, 0):
         with pytest.raises(ValueError, match=f"4 blocks do not fall into {parts} parts"):
             BlockPlan((3, 1, 3, 1)).part(parts)
+    assert [BlockPlan((3, 1) * 4).most_parts(n) for n in (1, 2, 3, 4, 8, 99)] == [1, 2, 2, 4, 4, 4]
+    assert BlockPlan((7, 5, 3) * 53 + (7,)).most_parts(2) == 1  # 160 blocks of a pattern of three
     with pytest.raises(ValueError, match="chunks of 0 or more"):
         dataclasses.replace(LossConfig(), chunks=-1)
 

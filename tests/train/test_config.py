@@ -50,6 +50,14 @@ def test_dspark_has_the_papers_markov_head_unless_it_is_set_to_none(tmp_path: Pa
     assert load_toml(tmp_path / "run.toml", TrainConfig).drafter.markov_rank == 256
 
 
+def test_a_bigram_start_without_what_it_fits_is_refused() -> None:
+    """It was passed over in silence."""
+    for values in ({"draft_vocab": 0}, {"draft_vocab": 20, "markov_rank": 0}):
+        with pytest.raises(ValueError, match="bigram_start fits a Markov head .*: set markov_rank and draft_vocab"):
+            DrafterShape(1, (0,), 1, bigram_start=True, **values)
+    assert DrafterShape(1, (0,), 1, bigram_start=True, draft_vocab=20).bigram_start
+
+
 def _set(name: str, *overrides: str) -> TrainConfig:
     return fitted(load_toml(CONFIGS[0].with_name(f"smollm2_{name}.toml"), TrainConfig, overrides))
 

@@ -253,6 +253,27 @@ def test_a_draft_vocabulary_that_was_lost_comes_back_from_the_checkpoint(
         Run(config, target, run)
 
 
+def test_a_start_that_came_to_no_checkpoint_leaves_no_draft_vocabulary_behind(tmp_path: Path) -> None:
+    """A table of other text, or of another size, from a start that ended before anything was saved: the next one counts
+    its own."""
+    config, run = tiny_run.config(tmp_path), tmp_path / "run"
+    fresh = Run(config, tiny_run.target(), tmp_path / "other").d2t
+    assert fresh is not None
+    run.mkdir()
+    for table in (fresh[::-1] + 1, fresh[:12]):
+        np.save(run / "d2t.npy", table)
+        np.testing.assert_array_equal(Run(config, tiny_run.target(), run).d2t, fresh)
+        np.testing.assert_array_equal(np.load(run / "d2t.npy"), fresh)
+
+
+def test_chunks_that_fit_the_training_blocks_alone_do_not_stop_the_evaluation(tmp_path: Path) -> None:
+    """Six blocks of three widths fall into two parts of the same widths; the held-out five do not."""
+    config = tiny_run.config(tmp_path)
+    data = dataclasses.replace(config.data, anchors=12, heldout_anchors=5, heldout_widths=(3, 2))
+    config = dataclasses.replace(config, data=data, loss=dataclasses.replace(config.loss, chunks=2))
+    assert Run(config, tiny_run.target(), tmp_path / "run").evaluate()["width_3"]["blocks"] > 0
+
+
 def test_the_rate_of_tokens_counts_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of 16 tokens in sequences of 20, two a step, 4 s each."""
     write_records(tmp_path / "train", [([5] * 16, [False] * 4 + [True] * 12)] * 8, vocab_size=tiny_run.VOCAB)

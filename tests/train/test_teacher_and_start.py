@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dspark_jax.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
 from dspark_jax.data.packing import BlockPlan
@@ -76,6 +77,11 @@ def test_the_draft_vocabulary_is_sorted_and_keeps_what_it_must(tmp_path: Path) -
     write_records(tmp_path, [([8, 8, 8, 9, 9, 5], [False] * 3 + [True] * 3)], vocab_size=12)
     found = warm_start.draft_vocabulary(Records(tmp_path), 3, 12, always=(2,))
     assert found.tolist() == [2, 5, 9] and found.dtype == np.int32
+    beyond, few = r"always: \[9\] are beyond the 9 tokens", "draft_vocab = 10, but only 9"
+    for size, always, what in ((3, (9,), beyond), (10, (), few)):
+        with pytest.raises(ValueError, match=what):
+            warm_start.draft_vocabulary(Records(tmp_path), size, 9, always)
+    assert warm_start.draft_vocabulary(Records(tmp_path), 9, 9).tolist() == list(range(9))  # 9 is no longer counted
 
 
 def test_svd_finds_a_matrix_of_low_rank() -> None:
