@@ -23,7 +23,7 @@ from report import environment, write
 import dspark_jax
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.layout import dense_layout
-from dspark_jax.targets import Target
+from dspark_jax.targets import Target, stop_ids
 
 EDGES = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Gaps in logits; the report counts the tokens below each."""
@@ -91,7 +91,7 @@ def main() -> None:
                 dspark_jax.generate,
                 max_new_tokens=args.max_new_tokens,
                 sampling=dspark_jax.Sampling(temperature=0.0),
-                stop_token_ids=target.config.eos_token_ids,
+                stop_token_ids=stop_ids(target),
             )
         ),
         prompts=jnp.asarray(ids),

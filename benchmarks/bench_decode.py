@@ -25,6 +25,7 @@ from report import environment, write
 
 from dspark_jax import Engine, EngineConfig, Request, Sampling, load_drafter, load_target
 from dspark_jax.data.prompts import read_prompts
+from dspark_jax.targets import stop_ids
 
 
 @dataclasses.dataclass
@@ -113,7 +114,7 @@ def main() -> None:
             sampling=Sampling(temperature=args.temperature),
             seed=i,
             verification=args.verification,
-            stop_token_ids=target.config.eos_token_ids,
+            stop_token_ids=stop_ids(target),
         )
         for j in range(len(arms)):
             arms[(i + j) % len(arms)].decode(request)

@@ -19,6 +19,7 @@ from report import environment, write
 import dspark_jax
 from dspark_jax import Sampling, generate
 from dspark_jax.layout import dense_layout
+from dspark_jax.targets import stop_ids
 
 TARGET, DRAFTER = "smollm2-135m-instruct", "smollm2-135m-instruct-dspark"
 QUESTIONS = (
@@ -107,7 +108,7 @@ def main() -> None:
         for temperature in (0.0, 1.0):
             out = generate(
                 target, drafter, ids, lengths, seeds=np.arange(args.prompts, dtype=np.uint32),
-                max_new_tokens=args.tokens, sampling=Sampling(temperature), stop_token_ids=target.config.eos_token_ids,
+                max_new_tokens=args.tokens, sampling=Sampling(temperature), stop_token_ids=stop_ids(target),
             )  # fmt: skip
             row[f"accepted_length_at_temperature_{temperature:g}"] = round(accepted_length(out, args.tokens), 3)
             texts.setdefault(name, out)

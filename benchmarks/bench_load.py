@@ -39,6 +39,7 @@ from serving.workload import Workload, read
 
 from dspark_jax import Engine, Sampling
 from dspark_jax.serve.startup import enable_compilation_cache
+from dspark_jax.targets import stop_ids
 from dspark_jax.whole_file import write_whole
 
 
@@ -170,7 +171,7 @@ class Run:
             rng = np.random.default_rng(args.seed)
             prompts = tuple(tuple(rng.integers(0, 500, 24).tolist()) for _ in range(64))
             kinds = ("random",) * len(prompts)
-        stops = () if self.target.tokenizer is None else tuple(self.target.config.eos_token_ids)
+        stops = () if self.target.tokenizer is None else stop_ids(self.target)
         sampling = Sampling(temperature=args.temperature)
         self.work = Workload(prompts, kinds, args.max_new_tokens, sampling, args.verification, stops, args.seed)
         self.engines: dict[str, Engine] = {}

@@ -46,6 +46,7 @@ from kept_rows import KeptRow
 from report import ROOT, environment
 from timed_training import DONE, Plans, Row, environment_of, probe, require, train, wanted_of
 
+from dspark_jax.command_line import path_error
 from dspark_jax.config_toml import load_toml
 from dspark_jax.evaluate.acceptance import LEAST_TRIES
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
@@ -220,8 +221,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         compare(args)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         raise SystemExit(f"compare_drafters: {error}") from error
+    except OSError as error:
+        if (line := path_error(error)) is None:
+            raise
+        raise SystemExit(f"compare_drafters: {line}") from error
 
 
 def compare(args: argparse.Namespace) -> None:

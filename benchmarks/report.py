@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from dspark_jax.command_line import exit_status
 from dspark_jax.engine.origin import processor, usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,9 +51,15 @@ def environment() -> dict[str, Any]:
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:
-    """Prints a result, and writes it where asked to."""
+    """Prints a result, and writes it where asked to. Raises SystemExit where that cannot be written."""
     text = json.dumps(result, indent=1)
     print(text)
     if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n")
+        place = Path(path)
+
+        def save() -> None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text + "\n")
+
+        if status := exit_status(save):
+            raise SystemExit(status)

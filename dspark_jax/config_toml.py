@@ -24,7 +24,7 @@ def load_toml(path: str | Path | None, kind: type[T], overrides: Sequence[str] =
     Raises:
         FileNotFoundError: no such file.
         ValueError: one message with all unknown keys (the known ones are listed), missing keys and values of
-            the wrong type; or the first syntax error.
+            the wrong type; or the first syntax error; or why the file cannot be read.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -32,6 +32,8 @@ def load_toml(path: str | Path | None, kind: type[T], overrides: Sequence[str] =
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: no such file") from None
+        except OSError as error:  # a directory, or not ours to read
+            raise ValueError(f"{path}: cannot be read as a TOML file ({error.strerror})") from None
         except ValueError as error:  # TOML syntax, or not UTF-8
             raise ValueError(f"{path}: {error}") from None
     for text in overrides:

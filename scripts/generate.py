@@ -27,9 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import Sampling, generate, load_drafter, load_target
+from dspark_jax.command_line import exit_status
 from dspark_jax.engine import Request
 from dspark_jax.engine.request import Checked, check
 from dspark_jax.load import check_drafter
+from dspark_jax.targets import stop_ids
 
 PAD_TO = 64
 """Prompts are padded to multiples of it, so that prompts of similar length share a compilation."""
@@ -142,10 +144,7 @@ class Generator:
         if args.drafter is not None and args.method != "none":
             self.drafter = load_drafter(args.drafter, self.target, dtype=args.dtype)
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-        self.eos = list(self.target.config.eos_token_ids)
-        own = getattr(self.target.tokenizer, "eos_token_id", None)
-        if own is not None and own not in self.eos:
-            self.eos.append(own)
+        self.eos = list(stop_ids(self.target))
         self._compiled: dict[tuple[int, int, tuple[int, ...]], Any] = {}
 
     def check(self, ids: list[int], is_text: bool) -> Checked:
@@ -230,14 +229,13 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    try:
+
+    def act() -> None:
         generator = Generator(args)
         for ids, is_text in prompts(args, generator.target.tokenizer):
             show(generator(ids, is_text), args.json)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status(act)
 
 
 if __name__ == "__main__":

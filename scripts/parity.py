@@ -2,7 +2,8 @@
 
     python scripts/parity.py CASE_DIR --out got.npz [--dtype float32]
 
-Exit status: 0 done; 2 refused (no such case, a file of it is wrong, or it is of a kind this version does not compute).
+Exit status: 0 done; 2 refused (no such case, a file of it is wrong, it is of a kind this version does not compute, or
+``--out`` is no file that can be written).
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ def main() -> int:
     if status := exit_status(lambda: cases.append(load_case(args.case, args.dtype))):
         return status
     arrays = compute(cases[0])
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.out, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    print(f"{len(arrays)} arrays written to {args.out}")
-    return 0
+
+    def save() -> None:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        with open(args.out, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        print(f"{len(arrays)} arrays written to {args.out}")
+
+    return exit_status(save)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from dspark_jax.checkpoint.drafter_files import read_config
 from dspark_jax.command_line import exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.records import Records
-from dspark_jax.load import find_drafter
 from dspark_jax.train.config import TrainConfig, fitted
+from dspark_jax.train.read_text import said_of_training
 
 TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
 MARGIN = 0.05
@@ -52,11 +52,7 @@ def continued(name: str) -> list[str]:
     """The overrides of a run that goes on from the drafter ``name``.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which records it has seen."""
-    place = find_drafter(name)
-    training = read_config(place).get("training")
-    records = training.get("records") if isinstance(training, dict) else None
-    if not isinstance(records, int):
-        raise ValueError(f"{place}: its config.json does not say how many records it has seen (training.records)")
+    records = said_of_training(name)["records"]
     return [f"drafter.start_from={name}", f"data.first={records}", "optim.warmup_steps=10"]
 
 

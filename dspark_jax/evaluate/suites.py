@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.evaluate.config import DecodeConfig, Suite
+from dspark_jax.targets import stop_ids as stop_ids
 
 LOG = logging.getLogger("dspark_jax.evaluate")
 
@@ -58,12 +59,3 @@ def load_tasks(suites: tuple[Suite, ...], target: Any, decode: DecodeConfig) -> 
         if len(tasks) == before:
             raise ValueError(f"{suite.path}: no prompt leaves room for {decode.max_new_tokens} tokens in {window}")
     return tasks
-
-
-def stop_ids(target: Any) -> tuple[int, ...]:
-    """The target's end-of-text tokens, its tokenizer's own included."""
-    found = list(getattr(getattr(target, "config", None), "eos_token_ids", ()))
-    own = getattr(target.tokenizer, "eos_token_id", None)
-    if own is not None and own not in found:
-        found.append(own)
-    return tuple(found)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from dspark_jax.command_line import path_error
 from dspark_jax.serve.app import create_app
 from dspark_jax.serve.args import ServeArgs, UsageError, parse_args
 from dspark_jax.serve.processes import Processes
@@ -180,7 +181,9 @@ def _url(listener: socket.socket) -> str:
 
 def _describe(error: BaseException | None) -> str:
     """One clear line for errors that name their input, a traceback for the others."""
-    if isinstance(error, ValueError | OSError | ImportError | NotImplementedError):
+    if isinstance(error, OSError):
+        return path_error(error) or str(error)
+    if isinstance(error, ValueError | ImportError | NotImplementedError):
         return str(error)
     if error is not None:
         logging.getLogger(__name__).error("the start-up failed", exc_info=error)

@@ -13,6 +13,7 @@ from dspark_jax.load import check_drafter
 from dspark_jax.serve.args import DEFAULT_MAX_MODEL_LEN, ServeArgs, Speculation, UsageError
 from dspark_jax.serve.processes import Processes
 from dspark_jax.serve.service import ServedModel
+from dspark_jax.targets import stop_ids
 
 Say = Callable[[str], None]
 
@@ -129,7 +130,7 @@ def load(args: ServeArgs, say: Say, processes: Processes | None = None) -> Loade
             tokenizer=tokenizer,
             vocab_size=target.vocab_limit,
             max_model_len=window,
-            eos_token_ids=_eos_ids(target),
+            eos_token_ids=stop_ids(target),
             make_request=engine_module.Request,
             default_template_kwargs=args.default_chat_template_kwargs,
         ),
@@ -260,10 +261,3 @@ def _mode(speculation: Speculation) -> str:
     if speculation.drafter is None:
         return "none"
     return "lagged" if speculation.adaptive else "fixed"
-
-
-def _eos_ids(target: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the model's own and its tokenizer's."""
-    ids = list(target.config.eos_token_ids)
-    own = getattr(target.tokenizer, "eos_token_id", None)
-    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))

@@ -2,6 +2,6 @@
 
 from dspark_jax.targets.decoder import decoder_specs, forward, unembed
 from dspark_jax.targets.fingerprint import weights_digest
-from dspark_jax.targets.model import Target
+from dspark_jax.targets.model import Target, stop_ids
 
-__all__ = ["Target", "decoder_specs", "forward", "unembed", "weights_digest"]
+__all__ = ["Target", "decoder_specs", "forward", "stop_ids", "unembed", "weights_digest"]

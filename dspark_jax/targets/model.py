@@ -19,6 +19,18 @@ from dspark_jax.targets.decoder import decoder_specs, embed, forward, unembed
 from dspark_jax.types import Array, Opaque, PyTree
 
 
+def stop_ids(target: Any) -> tuple[int, ...]:
+    """Token ids that end a text of ``target``: those of its configuration, then its tokenizer's own where it is another
+    (of chat models whose configuration names the end of a document alone, the tokenizer's ends a turn).
+
+    Args:
+        target: a Target, or what stands for one; without a configuration it has those of its tokenizer.
+    """
+    known = getattr(getattr(target, "config", None), "eos_token_ids", ())
+    own = getattr(getattr(target, "tokenizer", None), "eos_token_id", None)
+    return tuple(dict.fromkeys([*known, *([] if own is None else [own])]))
+
+
 class Target(flax.struct.PyTreeNode):
     """A frozen language model. A pytree: pass it to ``jax.jit`` as an argument, never close over it.
 

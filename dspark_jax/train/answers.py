@@ -21,6 +21,7 @@ from dspark_jax.data.line_file import LineFile
 from dspark_jax.data.prompts import Prompt
 from dspark_jax.engine import Engine, EngineConfig, Request
 from dspark_jax.progress import Progress
+from dspark_jax.targets import stop_ids
 
 LOG = logging.getLogger("dspark_jax.data")
 
@@ -102,7 +103,7 @@ def answer_all(
 
     Raises ValueError where a known answer was made to something else than stands before it now.
     """
-    tokenizer, stops = target.tokenizer, tuple(getattr(getattr(target, "config", None), "eos_token_ids", ()))
+    tokenizer, stops = target.tokenizer, stop_ids(target)
     known = {(line["i"], line.get("turn", 0)): line for line in file.lines}
 
     def resume(i: int) -> bool:

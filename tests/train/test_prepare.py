@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ import pytest
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data import sharegpt
+from dspark_jax.data.line_file import LineFile
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.data.records import Records
 from dspark_jax.generate import generate
+from dspark_jax.targets import stop_ids
 from dspark_jax.testing import ScriptedTarget
 from dspark_jax.train import answers
 from dspark_jax.train import prepare as module
@@ -46,6 +49,15 @@ class Tokenizer:
 
     def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
         return "".join(map(chr, ids))
+
+
+class Rewriting(Tokenizer):
+    """Its template shows an answer only while it is the last message."""
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        last = len(messages) - 1
+        shown = [m if m["role"] == "user" or i == last else {**m, "content": "..."} for i, m in enumerate(messages)]
+        return super().apply_chat_template(shown, **options)
 
 
 def target() -> ScriptedTarget:
@@ -193,15 +205,26 @@ def test_every_turn_is_answered_anew_behind_the_new_answers(tmp_path: Path) -> N
         prepare(dataclasses.replace(config, turns=2), model, out)
 
 
+def test_an_answer_also_ends_at_the_tokenizers_own_end_of_text(tmp_path: Path) -> None:
+    """The configuration names none, as of chat models whose config.json knows the end of a document alone: without the
+    tokenizer's, answers would run on through made-up turns to the last token that there is room for."""
+
+    class Ending(Tokenizer):
+        eos_token_id = ord("$")
+
+    table = chatty().table
+    model = ScriptedTarget(table, max_positions=128, tokenizer=Ending())
+    assert stop_ids(model) == (ord("$"),)
+    talk = Talk([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], 64, 1)
+    assert talk.open(Ending())
+    with closing(LineFile(tmp_path / ANSWERS, {})) as lines:
+        answers.answer_all([talk], model, Sampling(0.9), lines, max_num_seqs=2, max_tokens=64, seed=5)
+    assert talk.answers == 2 and chr(talk.ids[-1]) == "$" and "".join(map(chr, talk.ids)).count("$") == 4
+
+
 def test_a_template_that_rewrites_earlier_turns_ends_the_conversation() -> None:
     """Such a template drops what earlier turns thought: the second question would not stand behind the answer that was
     made. The conversation ends with its first answer, and is counted."""
-
-    class Rewriting(Tokenizer):
-        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            last = len(messages) - 1
-            shown = [m if m["role"] == "user" or i == last else {**m, "content": "..."} for i, m in enumerate(messages)]
-            return super().apply_chat_template(shown, **options)
 
     talk = Talk(asks([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] * 2, 2), 64, 1)
     assert talk.open(Rewriting()) and talk.answer([ord("x"), ord("$")], (ord("$"),), Rewriting())
@@ -216,7 +239,24 @@ def test_questions_are_compared_without_the_system_message(tmp_path: Path) -> No
     lines = [[{"role": "system", "content": "s"}, {"role": "user", "content": c}] for c in ("a", "b", "A!")]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
     config = PrepareConfig(source=str(tmp_path / "p.jsonl"), answers="regenerate")
-    assert sorted(m[1]["content"].strip("!").lower() for _, m in module.conversations(config)) == ["a", "b"]
+    found = module.conversations(config, target())
+    assert sorted(m[1]["content"].strip("!").lower() for _, m in found) == ["a", "b"]
+
+
+def test_all_turns_and_token_ids_of_evaluations_are_kept_away(tmp_path: Path, caplog: Any) -> None:
+    """A second turn, and a prompt of token ids; a source of token ids has nothing to ask, which is said."""
+    kept = tmp_path / "eval.jsonl"
+    away = [{"turns": ["hello", "name four lakes"]}, {"prompt_ids": [ord(c) for c in "Name three rivers."]}]
+    kept.write_text("".join(json.dumps(line) + "\n" for line in away))
+    source = tmp_path / "p.jsonl"
+    asked = [{"prompt": text} for text in ("NAME three rivers", "Name four lakes!", "name five seas")]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*asked, {"prompt_ids": [65]}]))
+    config = PrepareConfig(source=str(source), answers="regenerate", keep_away=(kept,))
+    assert [m[0]["content"] for _, m in module.conversations(config, target())] == ["name five seas"]
+    assert "left out: 1 lines that are not the text of a user" in caplog.text
+    kept.write_text(json.dumps({"prompt_ids": [65, VOCAB]}))
+    with pytest.raises(ValueError, match=r"eval.jsonl:1: token id 128, but .* 128 tokens; give the texts themselves"):
+        list(module.conversations(config, target()))
 
 
 def test_rows_of_a_cached_data_set_are_prompts_and_what_is_missing_is_said(monkeypatch: Any) -> None:
@@ -236,16 +276,16 @@ def test_rows_of_a_cached_data_set_are_prompts_and_what_is_missing_is_said(monke
     fake: Any = SimpleNamespace(config=SimpleNamespace(HF_DATASETS_OFFLINE=False), load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     config = PrepareConfig(source="hf:me/talks@small", answers="regenerate", turns=2)
-    found = dict(module.conversations(config))
+    found = dict(module.conversations(config, target()))
     assert [len(asks(found[f"line {i}"], 2)) for i in (1, 3)] == [2, 2]
     assert found["line 1"][2]["content"] == "two" and found["line 3"][1]["content"] == "a"
     with pytest.raises(FileNotFoundError, match=r"hf:me/other: not in the local cache .*load_dataset\('me/other'\)"):
-        list(module.conversations(dataclasses.replace(config, source="hf:me/other")))
+        list(module.conversations(dataclasses.replace(config, source="hf:me/other"), target()))
     with pytest.raises(ValueError, match=r"hf:me/talks, split test: Unknown split"):
-        list(module.conversations(dataclasses.replace(config, source="hf:me/talks", split="test")))
+        list(module.conversations(dataclasses.replace(config, source="hf:me/talks", split="test"), target()))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*pip install 'dspark-jax\[hf\]'"):
-        list(module.conversations(config))
+        list(module.conversations(config, target()))
 
 
 def test_a_data_set_in_a_real_cache_is_read(tmp_path: Path) -> None:
@@ -292,11 +332,35 @@ def test_answers_of_the_source_are_kept_and_sets_share_no_conversation(tmp_path:
     monkeypatch.setattr(sharegpt, "read", lambda path: [])
     monkeypatch.setattr(sharegpt, "shuffled", lambda entries, seed, max_characters: iter(talks))
     config = PrepareConfig(target="scripted", max_tokens=40, min_answer_tokens=5, heldout=1)
-    monkeypatch.setattr(module, "recommended", lambda config: Sampling())
     assert prepare(config, target(), tmp_path / "out") == {"heldout": 1, "train": 2}
     assert [p for p, _ in texts(tmp_path / "out" / "train")] == ["<u>q2$\n<a>", "<u>q4$\n<a>"]
     assert texts(tmp_path / "out" / "heldout") == [("<u>q1$\n<a>", "answer$")]
     assert Records(tmp_path / "out" / "train").sources == ["b", "c"]
+    with pytest.raises(ValueError, match="scripted: a target without a tokenizer"):
+        prepare(config, target().replace(tokenizer=None), tmp_path / "out")
+
+
+def test_kept_answers_of_a_template_that_rewrites_earlier_turns_are_records_of_their_own(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """What was said before an answer is whole in its record, and both records of a conversation are in one set."""
+    caplog.set_level("INFO", "dspark_jax.data")
+    texts_of = {"a": ("q1", "one"), "b": ("q2", "two")}
+    talks = [
+        (name, [{"role": r, "content": c} for r, c in (("user", q), ("assistant", a), ("user", "r"), ("assistant", a))])
+        for name, (q, a) in texts_of.items()
+    ]
+    monkeypatch.setattr(sharegpt, "find_file", lambda: tmp_path)
+    monkeypatch.setattr(sharegpt, "read", lambda path: [])
+    monkeypatch.setattr(sharegpt, "shuffled", lambda entries, seed, max_characters: iter(talks))
+    config = PrepareConfig(target="scripted", max_tokens=40, min_answer_tokens=4, heldout=2)
+    assert prepare(config, target().replace(tokenizer=Rewriting()), tmp_path / "out") == {"heldout": 2, "train": 2}
+    assert texts(tmp_path / "out" / "train") == [
+        ("<u>q2$\n<a>", "two$"),
+        ("<u>q2$\n<a>...$\n<u>r$\n<a>", "two$"),
+    ]
+    assert "this chat template rewrites earlier turns: 2 conversations were rendered anew" in caplog.text
+    assert "as 4 parts in all" in caplog.text and "left out: 0 records with fewer than 4 tokens" in caplog.text
 
 
 def test_the_recommended_sampling_is_the_configurations_or_the_targets(tmp_path: Path) -> None:
