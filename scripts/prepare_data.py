@@ -27,7 +27,8 @@ from dspark_jax.command_line import begin_logging, exit_status, folder_parser, k
 from dspark_jax.config_toml import load_toml
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.prepare import PrepareConfig, prepare
-from dspark_jax.train.unread import records_read, unread_prompts
+from dspark_jax.train.read_text import records_read
+from dspark_jax.train.unread import unread_prompts
 from dspark_jax.whole_file import DiskFull, full_disk_stops, write_whole
 
 
@@ -54,7 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     def prompts() -> None:
         config = load_toml(args.prompts_of, TrainConfig, args.set).data
         # What the file says of data.first is where the run began.
-        read = records_read(config, args.drafter) if args.drafter else config.first if told else None
+        read = config.first if told else None
+        if args.drafter and (read := records_read(config, args.drafter)) is None:
+            raise ValueError(
+                f"{config.train} (data.length = {config.length}, data.least_learnt = {config.least_learnt}) is not the "
+                f"text that {args.drafter} has read, or was cut otherwise; give the configuration of its own run, with "
+                "what its config.json says under training"
+            )
         found = unread_prompts(config, args.prompts, args.longest, read=read)
         with full_disk_stops(args.out):
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ one run; it ends saved, measured and exported to ``OUT/drafter``. Text is not re
 run ends earlier. Where the time is over all the same, the run is stopped, its last checkpoint exported, and the summary
 says ``"decayed": false``.
 
-``--start-from`` continues a drafter: behind the records of the same text that its config.json says it has seen, with a
-warm-up of ten steps.
+``--start-from`` continues a drafter: behind the records of the same text that its config.json says it has seen (all of
+them, where it has seen none of this text), with a warm-up of ten steps.
 
 Exit status: 0 done; 2 refused; 3 the time was over before the rate had fallen, or training stopped (scripts/train.py).
 """
@@ -32,7 +32,7 @@ from dspark_jax.command_line import exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.records import Records
 from dspark_jax.train.config import TrainConfig, fitted
-from dspark_jax.train.read_text import said_of_training
+from dspark_jax.train.read_text import records_read, said_of_training
 
 TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
 MARGIN = 0.05
@@ -48,11 +48,21 @@ class OutOfTime(RuntimeError):
     """The time was over before the rate had fallen."""
 
 
-def continued(name: str) -> list[str]:
-    """The overrides of a run that goes on from the drafter ``name``.
+def continued(name: str, config: Path, given: Sequence[str]) -> list[str]:
+    """The overrides of a run that goes on from the drafter ``name``: behind what it has read of the text, from the
+    beginning of a text that it has not read.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which records it has seen."""
-    records = said_of_training(name)["records"]
+    data = fitted(load_toml(config, TrainConfig, given)).data
+    said_of_training(name)  # before the text is read
+    records = records_read(data, name)
+    if records is None:
+        print(
+            f"{name} has not read {data.train}, or read it with other data.length and data.least_learnt than "
+            f"{data.length} and {data.least_learnt}: it is read from the beginning",
+            file=sys.stderr,
+        )
+        records = 0
     return [f"drafter.start_from={name}", f"data.first={records}", "optim.warmup_steps=10"]
 
 
@@ -163,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def act() -> None:
-        first = continued(args.start_from) if args.start_from else []
+        first = continued(args.start_from, args.config, args.set) if args.start_from else []
         within(args.config, args.out, [*first, *args.set], args.seconds, args.probe)
 
     return exit_status(act, RuntimeError, subprocess.CalledProcessError)

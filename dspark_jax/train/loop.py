@@ -35,7 +35,7 @@ from dspark_jax.train.folder import Metrics, check_same, environment, hold
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
-from dspark_jax.train.read_text import ReadText
+from dspark_jax.train.read_text import ReadText, texts_read
 from dspark_jax.train.step import TrainState, init_state, make_heldout_step, make_train_step
 from dspark_jax.whole_file import DiskFull, is_disk_full, write_array
 
@@ -118,6 +118,7 @@ class Run:
         self._earlier = warm_start.earlier_drafter(start, self.drafter, target) if start and begins else None
         if self._earlier is not None and (doubt := self._read.doubt(self._earlier.training, config.data.first)):
             LOG.warning("drafter.start_from: %s", doubt)
+        self._read_before = texts_read(self._earlier.training) if self._earlier else self._kept.get("earlier", [])
         self.d2t = self._draft_vocabulary(target.vocab_limit)
         self._cache = open_cache(config, target, self.records)
         self.frozen = self._placement.everywhere(Frozen.build(target, self.d2t))
@@ -318,7 +319,9 @@ class Run:
         """Writes a checkpoint of the whole state."""
         step = int(self.state.step)
         if self._manager.latest_step() != step:
-            beside: dict[str, Any] = {"text": self._read.identity(int(self.state.cursor))}
+            beside: dict[str, Any] = {
+                "text": self._read.identity(int(self.state.cursor)), "earlier": self._read_before
+            }  # fmt: skip
             if self.d2t is not None:
                 beside["d2t"] = self.d2t.tolist()
             self._manager.save(step, args=ocp.args.StandardSave(self.state), custom_metadata=beside)
@@ -347,6 +350,10 @@ class Run:
         # ``records``: where in the text a run that starts from this drafter goes on (``data.first``).
         training = {"steps": int(self.state.step), "positions": int(self.state.positions)}
         training |= self._read.identity(int(self.state.cursor))
+        within = [text for text in self._read_before if text["records"] <= training["records"]]
+        other = [text for text in self._read_before if text not in within or not self._read.is_same(text)]
+        if other:
+            training["earlier"] = other
         return write_deepspec(
             place,
             self.drafter,

@@ -6,6 +6,7 @@ A cursor counts usable records, so it means something only together with the tex
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from dspark_jax.checkpoint.drafter_files import read_config
 from dspark_jax.data.records import Records
 from dspark_jax.load import find_drafter
 from dspark_jax.train.config import DataConfig
+
+LOG = logging.getLogger("dspark_jax.data")
 
 
 def said_of_training(name: str) -> dict[str, Any]:
@@ -27,6 +30,33 @@ def said_of_training(name: str) -> dict[str, Any]:
     if not isinstance(training, dict) or not isinstance(training.get("records"), int):
         raise ValueError(f"{place}: its config.json does not say how many records it has seen (training.records)")
     return training
+
+
+def texts_read(training: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The ``identity`` of every text that a drafter says it has read: its own run's, then those of the runs before
+    (``earlier``). Empty where it does not say."""
+    earlier = training.get("earlier")
+    said = [training, *(earlier if isinstance(earlier, list) else [])]
+    names = ("records", "text", "length", "least_learnt")
+    return [
+        {name: text.get(name) for name in names}
+        for text in said
+        if isinstance(text, Mapping) and isinstance(text.get("records"), int) and isinstance(text.get("text"), str)
+    ]
+
+
+def records_read(data: DataConfig, drafter: str) -> int | None:
+    """How many usable records of ``data.train`` the drafter of that name has read, as its config.json says; None where
+    what it has read is other text, or this one cut otherwise.
+
+    Raises FileNotFoundError where there is no such drafter or text, ValueError where it does not say.
+    """
+    known, records = said_of_training(drafter), Records(data.train)
+    if not texts_read(known):
+        LOG.warning("%s says that it has read %d records, not of which text: see that %s is it", drafter,
+                    known["records"], data.train)  # fmt: skip
+        return int(known["records"])
+    return ReadText(records, records.usable(data.length, data.least_learnt), data).read_of(known)
 
 
 class ReadText:
@@ -65,6 +95,11 @@ class ReadText:
         count = known["records"]
         return count <= len(self._usable) and self._digest(count) == known["text"]
 
+    def read_of(self, training: Mapping[str, Any]) -> int | None:
+        """How many usable records of this text a drafter has read that says so of its training; None: none, as far as
+        it says."""
+        return max((text["records"] for text in texts_read(training) if self.is_same(text)), default=None)
+
     def require(self, known: Mapping[str, Any]) -> None:
         """Raises ValueError where a checkpoint's cursor would point into another text; ``known``: its identity."""
         if self.is_same(known):
@@ -81,14 +116,14 @@ class ReadText:
             "settings again, or begin another run with drafter.start_from"
         )
 
-    def doubt(self, known: Mapping[str, Any], first: int) -> str | None:
-        """A line on what is odd about passing over ``first`` records after a drafter that says it has read ``known``,
-        None where nothing is, or the drafter does not say enough."""
-        count = known.get("records")
-        if not isinstance(count, int) or not isinstance(known.get("text"), str):
+    def doubt(self, training: Mapping[str, Any], first: int) -> str | None:
+        """A line on what is odd about passing over ``first`` records after a drafter that says so of its training, None
+        where nothing is, or the drafter does not say enough."""
+        texts = texts_read(training)
+        if not texts:
             return None
-        train = self._data.train
-        if self.is_same(known):
+        train, count = self._data.train, self.read_of(training)
+        if count is not None:
             if first >= count:
                 return None
             return (
@@ -97,7 +132,8 @@ class ReadText:
             )
         if not first:
             return None
+        known = texts[0]
         return (
             f"data.first = {first} passes over records of {train}, which is not the text that the drafter has read "
-            f"{count} records of (with length = {known.get('length')}, least_learnt = {known.get('least_learnt')})"
+            f"{known['records']} records of (with length = {known['length']}, least_learnt = {known['least_learnt']})"
         )

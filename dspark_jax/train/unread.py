@@ -8,30 +8,8 @@ import numpy as np
 
 from dspark_jax.data.records import Records
 from dspark_jax.train.config import DataConfig
-from dspark_jax.train.read_text import ReadText, said_of_training
 
 LOG = logging.getLogger("dspark_jax.data")
-
-
-def records_read(data: DataConfig, drafter: str) -> int:
-    """How many usable records of ``data.train`` the drafter of that name has read, as its config.json says.
-
-    Raises FileNotFoundError where there is no such drafter or text, ValueError where it does not say, or has read
-    another text, or this one cut otherwise.
-    """
-    known, records = said_of_training(drafter), Records(data.train)
-    text = ReadText(records, records.usable(data.length, data.least_learnt), data)
-    if not isinstance(known.get("text"), str):
-        LOG.warning("%s says that it has read %d records, not of which text: see that %s is it", drafter,
-                    known["records"], data.train)  # fmt: skip
-        return known["records"]
-    if text.is_same(known):
-        return known["records"]
-    raise ValueError(
-        f"{data.train} (data.length = {data.length}, data.least_learnt = {data.least_learnt}) is not the text that "
-        f"{drafter} has read {known['records']} records of (length = {known.get('length')}, least_learnt = "
-        f"{known.get('least_learnt')}); give the configuration of its own run"
-    )
 
 
 def unread_prompts(data: DataConfig, count: int, longest: int, *, read: int | None) -> list[list[int]]:

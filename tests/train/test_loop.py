@@ -21,7 +21,7 @@ from dspark_jax.progress import Progress
 from dspark_jax.train import warm_start
 from dspark_jax.train.config import RunConfig
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
-from dspark_jax.train.read_text import ReadText
+from dspark_jax.train.read_text import ReadText, texts_read
 from dspark_jax.whole_file import DiskFull
 from tests.train import tiny_run
 
@@ -191,6 +191,32 @@ def test_a_run_that_starts_from_a_drafter_goes_on_with_its_parameters_positions_
     np.testing.assert_array_equal(resumed.d2t, first.d2t)
 
 
+def test_a_drafter_says_of_every_text_how_far_its_runs_have_read_it(tmp_path: Path) -> None:
+    """Three runs, each from the drafter before: one text, another one, the first one again, this one killed and
+    resumed. The last drafter names the other text and, once, the first."""
+    target, config = tiny_run.target(), tiny_run.config(tmp_path)
+    write_records(tmp_path / "other", [([3 + i] * 20, [False] * 4 + [True] * 16) for i in range(12)], vocab_size=24)
+
+    def trained(name: str, start: Path | None, first: int, steps: int = 1, train: Path = config.data.train) -> Any:
+        shape = config.drafter
+        if start is not None:
+            shape = dataclasses.replace(shape, start_from=str(start), always=())
+        optim = dataclasses.replace(config.optim, total_steps=steps, decay_steps=0)
+        data = dataclasses.replace(config.data, first=first, train=train)
+        run = Run(dataclasses.replace(config, data=data, drafter=shape, optim=optim), target, tmp_path / name)
+        run.run()
+        place = run.export(tmp_path / f"{name}_{steps}", quantize=False)
+        return place, json.loads((place / "config.json").read_text())["training"]
+
+    one, first = trained("one", None, 0)
+    two, second = trained("two", one, 0, train=tmp_path / "other")
+    names = ("records", "text", "length", "least_learnt")
+    assert second["records"] == 2 and second["earlier"] == [{name: first[name] for name in names}]
+    trained("three", two, 2)
+    _, third = trained("three", two, 2, steps=2)
+    assert third["records"] == 6 and third["earlier"] == [{name: second[name] for name in names}]
+
+
 def test_a_run_that_goes_on_refuses_settings_under_which_its_cursor_points_at_other_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +331,10 @@ def test_starting_from_a_drafter_warns_where_text_would_be_repeated_or_passed_ov
     assert read(other).doubt(known, 0) is None
     assert "passes over records of" in str(read(other).doubt(known, 2))
     assert "(with length = 20, least_learnt = 2)" in str(read(other).doubt(known, 2))
+    both = {**read(other).identity(4), "earlier": [known, "nonsense"]}
+    assert texts_read(both) == [read(other).identity(4), known]
+    assert read(other).doubt(both, 4) is None and "unless data.first = 4" in str(read(other).doubt(both, 2))
+    assert read().doubt(both, 2) is None and "unless data.first = 2" in str(read().doubt(both, 0))
     assert read().doubt({"records": "many", "text": known["text"]}, 0) is None and read().doubt({}, 3) is None
 
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from dspark_jax.data.records import write_records
+from dspark_jax.config_toml import load_toml
+from dspark_jax.data.records import Records, write_records
+from dspark_jax.train.config import TrainConfig, fitted
+from dspark_jax.train.read_text import ReadText, said_of_training, texts_read
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = """
@@ -188,14 +191,34 @@ def test_steps_are_planned_from_what_the_probe_showed(script: ModuleType) -> Non
         script.steps_in(114.0, 10, lines[:1], 40.0)
 
 
-def test_the_shipped_drafter_is_continued_behind_what_it_has_seen(script: ModuleType, tmp_path: Path) -> None:
-    """Records from its own config.json; a drafter that does not say is refused."""
-    name = "smollm2-135m-instruct-dspark"
-    seen = json.loads((ROOT / "dspark_jax" / "assets" / name / "config.json").read_text())["training"]["records"]
-    assert script.continued(name) == [f"drafter.start_from={name}", f"data.first={seen}", "optim.warmup_steps=10"]
-    (tmp_path / "config.json").write_text("{}")
+def test_a_drafter_is_continued_behind_what_it_has_read_of_this_text(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its last text or an earlier one; a text that it has not read begins at its beginning, which is said. A drafter
+    that does not say which text passes over as many records; one that says nothing is refused."""
+    config = tmp_path / "c.toml"
+    data = fitted(load_toml(config, TrainConfig, [])).data
+    records = Records(data.train)
+    known = ReadText(records, records.usable(data.length, data.least_learnt), data).identity(12)
+    other = {**known, "text": "another", "records": 5}
+
+    def first(training: dict[str, Any]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"training": training}))
+        name, at, warm = script.continued(str(tmp_path), config, [])
+        assert (name, warm) == (f"drafter.start_from={tmp_path}", "optim.warmup_steps=10")
+        return str(at)
+
+    assert first(known) == "data.first=12" and first({**other, "earlier": [known]}) == "data.first=12"
+    assert first({"records": 7}) == "data.first=7" and not capsys.readouterr().err
+    assert first(other) == "data.first=0" and "has not read" in capsys.readouterr().err
     with pytest.raises(ValueError, match="does not say how many records it has seen"):
-        script.continued(str(tmp_path))
+        first({})
+
+
+def test_the_shipped_drafter_says_which_texts_it_has_read() -> None:
+    """With what a later run needs to know them again."""
+    said = said_of_training("smollm2-135m-instruct-dspark")
+    assert [text["records"] for text in texts_read(said)] == [said["records"], 6840]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_the_drafter_says_what_was_read_and_of_another_text_it_says_nothing(
     assert told({"records": 2}) == behind and any("not of which text" in line for line in caplog.messages)
     assert "does not say how many records" in told({})
     assert "is not the text that" in told({**known, "text": "another"})
+    assert told({**known, "text": "another", "earlier": [known]}) == behind
     for wrong in ([*argv, "--set", "data.first=1"], argv[2:]):
         with pytest.raises(SystemExit):
             prepare_data.main(wrong)
