@@ -348,7 +348,7 @@ class Run:
             return place
         params = jax.tree.map(np.asarray, self.params)
         # ``records``: where in the text a run that starts from this drafter goes on (``data.first``).
-        training = {"steps": int(self.state.step), "positions": int(self.state.positions)}
+        training: dict[str, Any] = {"steps": int(self.state.step), "positions": int(self.state.positions)}
         training |= self._read.identity(int(self.state.cursor))
         within = [text for text in self._read_before if text["records"] <= training["records"]]
         other = [text for text in self._read_before if text not in within or not self._read.is_same(text)]
