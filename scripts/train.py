@@ -21,7 +21,7 @@ from dspark_jax.config_toml import load_toml
 from dspark_jax.data.teacher_cache import DamagedShard
 from dspark_jax.load import target_config
 from dspark_jax.train.config import TrainConfig
-from dspark_jax.train.folder import hold
+from dspark_jax.train.folder import has_checkpoint, hold
 from dspark_jax.train.loop import NonFiniteLoss, OutOfText, Run, read_input
 from dspark_jax.whole_file import DiskFull, full_disk_stops
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def make() -> None:
         config = load_toml(args.config, TrainConfig, args.set)
-        if args.export_only is not None and not any((args.out / "checkpoints").glob("[0-9]*")):
+        if args.export_only is not None and not has_checkpoint(args.out):
             raise ValueError(f"--export-only: {args.out} holds no checkpoint")
         with full_disk_stops(args.out):
             read_input(config, args.out, target_config(config.target))  # before the target's weights are read

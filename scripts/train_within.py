@@ -32,6 +32,7 @@ from dspark_jax.command_line import exit_status, folder_parser
 from dspark_jax.config_toml import load_toml
 from dspark_jax.data.records import Records
 from dspark_jax.train.config import TrainConfig, fitted
+from dspark_jax.train.folder import has_checkpoint
 from dspark_jax.train.read_text import records_read, said_of_training
 
 TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
@@ -53,16 +54,8 @@ def continued(name: str, config: Path, given: Sequence[str]) -> list[str]:
     beginning of a text that it has not read.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which records it has seen."""
-    data = fitted(load_toml(config, TrainConfig, given)).data
     said_of_training(name)  # before the text is read
-    records = records_read(data, name)
-    if records is None:
-        print(
-            f"{name} has not read {data.train}, or read it with other data.length and data.least_learnt than "
-            f"{data.length} and {data.least_learnt}: it is read from the beginning",
-            file=sys.stderr,
-        )
-        records = 0
+    records = records_read(fitted(load_toml(config, TrainConfig, given)).data, name) or 0
     return [f"drafter.start_from={name}", f"data.first={records}", "optim.warmup_steps=10"]
 
 
@@ -126,7 +119,7 @@ def within(config: Path, out: Path, given: Sequence[str], seconds: float, probe:
     until, read = begun + seconds, load_toml(config, TrainConfig, given)
     if read.optim.schedule != "wsd":
         raise ValueError('optim.schedule must be "wsd", whose end may be chosen while it runs')
-    if any((out / "checkpoints").glob("[0-9]*")):
+    if has_checkpoint(out):
         raise ValueError(f"{out} holds a run already; take another folder")
     text = steps_of_text(read)
     if text <= probe:
@@ -143,7 +136,7 @@ def within(config: Path, out: Path, given: Sequence[str], seconds: float, probe:
 
     whole = train(config, out, all_changes(), until)
     took = time.monotonic() - begun
-    if not whole and not any((out / "checkpoints").glob("[0-9]*")):
+    if not whole and not has_checkpoint(out):
         raise OutOfTime(f"{seconds:g} s were over before the first checkpoint; nothing is there to be exported")
     total, decayed = probe, False
     if whole:

@@ -201,7 +201,12 @@ def test_counting_ngrams_names_the_setting_and_what_it_may_be(
 
 
 def test_an_export_needs_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is made where ``--out`` was mistyped; it gave the untrained drafter of a new folder."""
+    """Nothing is made where ``--out`` was mistyped; it gave the untrained drafter of a new folder. What a kill left of
+    a first checkpoint is none."""
     argv = ["--config", str(ROOT / "configs/train/smollm2_dspark.toml"), "--out", str(tmp_path / "typo")]
-    error = told(script("train").main, [*argv, "--export-only", str(tmp_path / "drafter")], capsys)
+    argv += ["--export-only", str(tmp_path / "drafter")]
+    error = told(script("train").main, argv, capsys)
     assert "--export-only: " in error and "typo holds no checkpoint" in error and not list(tmp_path.iterdir())
+    (tmp_path / "typo" / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "typo holds no checkpoint" in told(script("train").main, argv, capsys)
+    assert not (tmp_path / "drafter").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ class LineFile:
     """Opens or continues a file.
 
     A last line that was cut off is dropped. Args: ``header``: what decides the lines; a file with another one is
-    refused.
+    refused. ``newer``: entries of it that files of earlier versions do not have; there they are not known, and not
+    compared.
 
     Attributes:
         lines: what was there.
@@ -23,7 +24,7 @@ class LineFile:
             broken (named by number).
     """
 
-    def __init__(self, path: str | Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | Path, header: Mapping[str, Any], newer: Sequence[str] = ()) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(header))
@@ -33,9 +34,12 @@ class LineFile:
         self._file.truncate(size)
         if not found:
             self.append(wanted)
-        elif found[0] != wanted:
+        elif wrong := differences(found[0], known(wanted, found[0], newer)):
             self._file.close()
-            raise ValueError(f"{self.path} holds records of something else: {'; '.join(differences(found[0], wanted))}")
+            raise ValueError(
+                f"{self.path} holds records of something else: {'; '.join(wrong)}. Give another folder, or delete the "
+                "file to make them anew"
+            )
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Writes one line; it is in the operating system's hands on return."""
@@ -60,6 +64,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
             raise ValueError(f"{path}:{number}: not valid JSON ({error})") from None
         size += len(line)
     return lines, size
+
+
+def known(new: Mapping[str, Any], old: Mapping[str, Any], newer: Sequence[str]) -> dict[str, Any]:
+    """``new`` without those of the entries ``newer`` that ``old`` does not have."""
+    return {key: value for key, value in new.items() if key in old or key not in newer}
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:

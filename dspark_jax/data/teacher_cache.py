@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.data.line_file import differences
+from dspark_jax.data.line_file import differences, known
 from dspark_jax.whole_file import write_whole
 
 INDEX = "index.json"
 DTYPE = np.dtype("<f2")
+NEWER = ("digest",)
+"""What the headers of earlier versions do not say."""
 COMMAND = "scripts/cache_teacher.py"
 
 
@@ -100,7 +102,7 @@ class TeacherCacheWriter:
         index = read_index(self.folder)
         if index is not None:
             check_header(self.folder, index, header)
-        self._header = json.loads(json.dumps(header))
+        self._header = json.loads(json.dumps(header)) if index is None else index["header"]
         self._shards: list[dict[str, Any]] = [] if index is None else index["shards"]
 
     @property
@@ -152,9 +154,12 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 def check_header(folder: Path, index: Mapping[str, Any], header: Mapping[str, Any]) -> None:
     """Raises ValueError listing what the states belong to and what they should."""
-    wrong = differences(index["header"], json.loads(json.dumps(header)))
+    wrong = differences(index["header"], known(json.loads(json.dumps(header)), index["header"], NEWER))
     if wrong:
-        raise ValueError(f"{folder} holds teacher states of something else: {'; '.join(wrong)}")
+        raise ValueError(
+            f"{folder} holds teacher states of something else: {'; '.join(wrong)}. Give another folder, or delete this "
+            f"one and run {COMMAND}"
+        )
 
 
 def damage(path: Path, entry: Mapping[str, Any]) -> str | None:

@@ -127,7 +127,7 @@ class CalibrationRun:
         config, path = self.config, self.folder / HEADER
         mine: dict[str, Any] = {
             "target": config.target,
-            "weights": weights_digest(self.target),
+            "weights": (weights := weights_digest(self.target)),
             "drafter": fingerprint(find_drafter(config.drafter)),
             "decode": dataclasses.asdict(config.decode),
             "tables": {t.name: {"verification": t.verification, "temperature": t.temperature} for t in config.tables},
@@ -135,7 +135,10 @@ class CalibrationRun:
         for name, suites in (("fit", config.fit), ("heldout", config.heldout)):
             mine[name] = {suite.name: _contents(self.tasks[name], suite) for suite in suites}
         known = _read_header(path)
+        # Tables that were added one by one: those of earlier calls, of the same drafter and records, stay.
+        self._earlier = list(load_tables(self.folder / CALIBRATION_FILE)) if self._has_tables(known) else []
         if known is not None:
+            mine = {key: value for key, value in mine.items() if key in known or key != "weights"}  # older ones lack it
             tables = known.get("tables", {})
             mine["tables"] = {**tables, **mine["tables"]}
             wrong = differences({**known, "tables": {**mine["tables"], **tables}}, mine)
@@ -144,9 +147,14 @@ class CalibrationRun:
                     f"{path}: the records of this folder are of something else: {'; '.join(wrong)}; give another "
                     "folder, or delete this one to decode anew"
                 )
+            mine["weights"] = weights
         if known != mine:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(mine, indent=1) + "\n")
+
+    def _has_tables(self, known: dict[str, Any] | None) -> bool:
+        """The folder's tables were fitted to its records, as far as can be seen."""
+        return known is not None and (self.folder / CALIBRATION_FILE).is_file()
 
     def run(self) -> dict[str, Any]:
         """Returns the measures that were written, by table and list of sets."""
@@ -172,8 +180,7 @@ class CalibrationRun:
                 )
                 fitted.append(calibration)
                 measures[table.name] = self._measure(table, calibration, records)
-        # Tables that were added one by one: those of the earlier calls, of the same drafter and records, stay.
-        fitted = _beside(self.folder / CALIBRATION_FILE, fitted)
+        fitted += _others(self._earlier, fitted)
         written = [self.folder / CALIBRATION_FILE]
         if self.config.install:
             written.append(find_drafter(self.config.drafter) / CALIBRATION_FILE)
@@ -305,12 +312,10 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def _beside(path: Path, fitted: Sequence[Calibration]) -> list[Calibration]:
-    """The tables, and those of the file for other rules and temperatures, if there is one."""
-    if not path.is_file():
-        return list(fitted)
-    keys = {(t.verification, t.sampling_temperature) for t in fitted}
-    return [*fitted, *(t for t in load_tables(path) if (t.verification, t.sampling_temperature) not in keys)]
+def _others(tables: Sequence[Calibration], than: Sequence[Calibration]) -> list[Calibration]:
+    """Those for other rules or temperatures ``than`` these."""
+    keys = {(t.verification, t.sampling_temperature) for t in than}
+    return [t for t in tables if (t.verification, t.sampling_temperature) not in keys]
 
 
 def _lost(path: Path, fitted: Sequence[Calibration]) -> str:
@@ -319,9 +324,7 @@ def _lost(path: Path, fitted: Sequence[Calibration]) -> str:
         there = list(load_tables(path))
     except (OSError, ValueError):
         return ""
-    keys = {(t.verification, t.sampling_temperature) for t in fitted}
-    gone = [(t.verification, t.sampling_temperature) for t in there]
-    return ", ".join(f"{rule} at T = {t:g}" for rule, t in gone if (rule, t) not in keys)
+    return ", ".join(f"{t.verification} at T = {t.sampling_temperature:g}" for t in _others(there, fitted))
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,8 @@ MAX_PROGRAMS = 12
 """Budget of compiled programs; an evaluation runs few shapes and compiles once a drafter."""
 
 _HEAD = 1 << 20
+NEWER = ("weights",)
+"""What the records of earlier versions do not say."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.confidence import sweep
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
-from dspark_jax.evaluate.decode import Job, Trace, build_engine, run_job
+from dspark_jax.evaluate.decode import NEWER, Job, Trace, build_engine, run_job
 from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
 from dspark_jax.load import check_drafter
 from dspark_jax.progress import Progress
@@ -91,7 +91,7 @@ class Evaluation:
 
     def _open(self, job: Job) -> LineFile:
         header = job.header(self.config.target, self.weights, self.config.decode)
-        return LineFile(self.folder / RECORDS / job.file, header)
+        return LineFile(self.folder / RECORDS / job.file, header, NEWER)
 
     def _engine(self, drafter: Any, job: Job) -> Engine:
         longest = max(len(task.ids) for task in self.tasks) + self.config.decode.max_new_tokens

@@ -27,19 +27,21 @@ def weights_digest(target: Any) -> str:
         parts = list(_rows(params, target.config))
         found = hashlib.sha256(repr(dataclasses.astuple(target.config)).encode())
     else:
-        parts, found = [_end(leaf, -1) for leaf in jax.tree.leaves(target)], hashlib.sha256()
+        leaves = jax.tree.leaves(target)
+        parts, found = [leaf[-1] if leaf.ndim > 1 else leaf for leaf in leaves], hashlib.sha256()
     for row in jax.device_get(parts):
-        found.update(np.ascontiguousarray(row).tobytes())
+        wide = jnp.issubdtype(row.dtype, jnp.floating)
+        found.update(np.ascontiguousarray(row.astype(jnp.bfloat16) if wide else row).tobytes())
     return found.hexdigest()[:16]
 
 
 def _rows(params: PyTree, config: DecoderConfig) -> Iterator[Any]:
     for name in ("embed_tokens", "norm", "lm_head"):
         for leaf in jax.tree.leaves(params.get(name)):
-            yield _end(leaf, -1)
+            yield leaf[-1]
     stacked = not isinstance(params["layers"], list | tuple)
     for i, shape in enumerate(config.layers):
-        layer = jax.tree.map(lambda x, i=i: x[i], params["layers"]) if stacked else params["layers"][i]
+        layer = params["layers"] if stacked else params["layers"][i]
         attn, mlp = layer["attn"], layer["mlp"]
         fused, pair = attn.get("qkv_proj"), mlp.get("gate_up_proj")
         if fused is None:
@@ -48,11 +50,5 @@ def _rows(params: PyTree, config: DecoderConfig) -> Iterator[Any]:
             ends = [(fused, 0), (fused, config.num_heads * shape.head_dim), (fused, -1)]
         ends += [(mlp["gate_proj"], 0), (mlp["up_proj"], -1)] if pair is None else [(pair, 0), (pair, -1)]
         for matrix, at in (*ends, (attn["o_proj"], 0), (mlp["down_proj"], 0), (layer["input_layernorm"], 0)):
-            for leaf in jax.tree.leaves(matrix):
-                yield _end(leaf, at)
-
-
-def _end(leaf: Any, at: int) -> Any:
-    """One row; a vector or number whole."""
-    row = leaf[at] if leaf.ndim > 1 else leaf
-    return row.astype(jnp.bfloat16) if jnp.issubdtype(row.dtype, jnp.floating) else row
+            for leaf in jax.tree.leaves(matrix):  # two of a quantised one: its rows' integers and scales
+                yield leaf[i, at] if stacked else leaf[at]

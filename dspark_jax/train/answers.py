@@ -113,8 +113,8 @@ def answer_all(
             if line.get("asked", mine := _digest(talk.ids)) != mine:  # older lines do not say
                 raise ValueError(
                     f"{file.path}: answer {talk.answers + 1} of conversation {i} was made to something else than "
-                    "stands before it now: the source has changed since. Give another folder, or delete the file to "
-                    "have all answers made anew"
+                    "stands before it now: the source, or what is kept away of it, has changed since. Give another "
+                    "folder, or delete the file to have all answers made anew"
                 )
             if not (talk.answer(line["tokens"], stops, tokenizer) and talk.open(tokenizer)):
                 return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ SHARD_RECORDS = 64
 
 
 def header(config: TrainConfig, target: Target, records: Records) -> dict[str, Any]:
-    """What teacher states belong to: text, target (name and weights), taps and length."""
+    """What teacher states belong to: text, target (name and weights), taps and length. Caches of earlier versions know
+    weights by the last norm alone (``weights``), in bfloat16."""
+    norm = np.ascontiguousarray(np.asarray(target.params["norm"]).astype(jnp.bfloat16)).tobytes()
+    weights = hashlib.sha256(repr(dataclasses.astuple(target.config)).encode() + norm).hexdigest()[:16]
     return {
         "target": config.target,
-        "weights": weights_digest(target),
+        "weights": weights,
+        "digest": weights_digest(target),
         "hidden_size": target.config.hidden_size,
         "taps": list(config.drafter.target_layer_ids),
         "length": config.data.length,

@@ -29,6 +29,11 @@ MUST_STAY = ("data.first:",)
 """Of those: the cursor of a run that goes on no longer looks at it."""
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """A run's folder holds a whole checkpoint; one that a kill left half-written has another name."""
+    return any(path.name.isdigit() for path in (folder / "checkpoints").glob("*"))
+
+
 _HELD: dict[Path, int] = {}
 """Locks of this process by folder, as open file descriptors: they end with it, however it ends."""
 
@@ -73,6 +78,8 @@ def check_same(config: TrainConfig, folder: Path, *, write: bool = True) -> None
     if path.is_file():
         a, b = flat(mine), flat(json.loads(path.read_text(encoding="utf-8")))
         b = {**{k: v for k, v in defaults(type(config)).items() if k not in b}, **b}
+        if not b.get("drafter.draft_vocab"):  # there it played no part, and is no longer taken
+            b["drafter.bigram_start"] = False
         wrong = [f"{k}: {b.get(k)!r} -> {a.get(k)!r}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
         wrong = [line for line in wrong if not line.startswith(MAY_CHANGE) or line.startswith(MUST_STAY)]
         if wrong:

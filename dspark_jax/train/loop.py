@@ -31,7 +31,7 @@ from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
-from dspark_jax.train.folder import Metrics, check_same, environment, hold
+from dspark_jax.train.folder import Metrics, check_same, environment, has_checkpoint, hold
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
@@ -69,7 +69,7 @@ def read_input(config: TrainConfig, folder: str | Path, target: DecoderConfig) -
     given, config = config, fitted(config)
     check_same(given, Path(folder), write=False)
     drafter, start = drafter_config(config.drafter, target), config.drafter.start_from
-    if start and not any((Path(folder) / "checkpoints").glob("[0-9]*")):  # a run that goes on needs it no more
+    if start and not has_checkpoint(Path(folder)):  # a run that goes on needs it no more
         try:
             check_drafter(start)
             if ngrams.is_ngram(read_config(find_drafter(start))):

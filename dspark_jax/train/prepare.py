@@ -23,6 +23,7 @@ from dspark_jax.data.line_file import LineFile
 from dspark_jax.data.prompts import Prompt, read_prompts, read_rows
 from dspark_jax.data.records import write_records
 from dspark_jax.load import find_model
+from dspark_jax.targets import stop_ids
 from dspark_jax.train.answers import Talk, answer_all, asks
 from dspark_jax.whole_file import full_disk_is_said
 
@@ -256,6 +257,9 @@ def regenerate(config: PrepareConfig, target: Any, sampling: Sampling, folder: P
     header |= {"sampling": dataclasses.asdict(sampling), "keep_away": [str(path) for path in config.keep_away]}
     # What older folders did not know is named only where it is used.
     header |= {name: getattr(config, name) for name in ("turns", "split") if getattr(config, name) != NEW[name]}
+    stops = stop_ids(target)
+    if stops != tuple(getattr(getattr(target, "config", None), "eos_token_ids", stops)):
+        header["stops"] = list(stops)
     with closing(LineFile(folder / ANSWERS, header)) as file:
         answer_all(
             [talk for _, talk in talks],

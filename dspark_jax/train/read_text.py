@@ -5,6 +5,7 @@ A cursor counts usable records, so it means something only together with the tex
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -46,8 +47,8 @@ def texts_read(training: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def records_read(data: DataConfig, drafter: str) -> int | None:
-    """How many usable records of ``data.train`` the drafter of that name has read, as its config.json says; None where
-    what it has read is other text, or this one cut otherwise.
+    """How many usable records of ``data.train`` the drafter of that name has read (``ReadText.read_of``), as its
+    config.json says; None where it has read other text.
 
     Raises FileNotFoundError where there is no such drafter or text, ValueError where it does not say.
     """
@@ -96,9 +97,21 @@ class ReadText:
         return count <= len(self._usable) and self._digest(count) == known["text"]
 
     def read_of(self, training: Mapping[str, Any]) -> int | None:
-        """How many usable records of this text a drafter has read that says so of its training; None: none, as far as
-        it says."""
-        return max((text["records"] for text in texts_read(training) if self.is_same(text)), default=None)
+        """How many usable records of this text lie before the end of what a drafter has read, as it says of its
+        training, be it with another ``length`` or ``least_learnt``; None: it has read none, as far as it says."""
+        ends = [end for text in texts_read(training) if (end := self._end(text)) is not None]
+        return int(np.searchsorted(self._usable, max(ends))) if ends else None
+
+    def _end(self, text: Mapping[str, Any]) -> int | None:
+        """The record behind the last one that ``text`` (of ``texts_read``) speaks of; None where it is other text."""
+        try:
+            data = dataclasses.replace(self._data, length=text["length"], least_learnt=text["least_learnt"])
+        except (TypeError, ValueError):  # anybody may have written something there
+            return None
+        usable = self._records.usable(data.length, data.least_learnt)
+        if not ReadText(self._records, usable, data).is_same(text):
+            return None
+        return int(usable[text["records"] - 1]) + 1 if text["records"] else 0
 
     def require(self, known: Mapping[str, Any]) -> None:
         """Raises ValueError where a checkpoint's cursor would point into another text; ``known``: its identity."""

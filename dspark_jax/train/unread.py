@@ -32,9 +32,14 @@ def unread_prompts(data: DataConfig, count: int, longest: int, *, read: int | No
     found: dict[tuple[int, ...], None] = {}
 
     def take(records: Records, ids: np.ndarray) -> None:
+        names, begun = records.sources, set[str]()
         for i in ids:
             if len(found) == count:
                 break
+            if names is not None:
+                if names[i] in begun:  # a later part of a conversation: not its first turn
+                    continue
+                begun.add(names[i])
             begin, end = records.offsets[i], records.offsets[i + 1]
             answer = np.flatnonzero(records.loss_mask[begin:end])
             if len(answer) and 0 < answer[0] <= longest:

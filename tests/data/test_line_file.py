@@ -37,9 +37,23 @@ def test_records_of_another_job_are_refused_with_the_differences(tmp_path: Path)
     path = tmp_path / "b.jsonl"
     LineFile(path, {"seed": 1, "decode": {"n": 4}, "same": 0}).close()
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"b\.jsonl holds records of something else: decode\.n: 4 -> 8; seed: 1 -> 2"):
+    with pytest.raises(ValueError, match=r"b\.jsonl holds .* else: decode\.n: 4 -> 8; seed: 1 -> 2\. Give another"):
         LineFile(path, {"seed": 2, "decode": {"n": 8}, "same": 0})
     assert path.read_bytes() == before
+
+
+def test_what_an_older_file_does_not_say_is_not_held_against_it(tmp_path: Path) -> None:
+    """Only entries that are named as newer; a file that says them is compared."""
+    path = tmp_path / "b.jsonl"
+    LineFile(path, {"seed": 1}).close()
+    file = LineFile(path, {"seed": 1, "weights": "a"}, newer=("weights",))
+    file.append({"i": 0})
+    file.close()
+    with pytest.raises(ValueError, match="rule: None -> 'b'"):
+        LineFile(path, {"seed": 1, "weights": "a", "rule": "b"}, newer=("weights",))
+    LineFile(tmp_path / "c.jsonl", {"seed": 1, "weights": "a"}).close()
+    with pytest.raises(ValueError, match="weights: 'a' -> 'b'"):
+        LineFile(tmp_path / "c.jsonl", {"seed": 1, "weights": "b"}, newer=("weights",))
 
 
 def test_a_broken_line_in_the_middle_is_named_by_number(tmp_path: Path) -> None:

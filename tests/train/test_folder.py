@@ -38,6 +38,18 @@ def test_a_folder_of_an_older_version_is_continued_with_the_defaults(tmp_path: P
     assert json.loads((tmp_path / "config.json").read_text())["optim"]["total_steps"] == 9
 
 
+def test_a_bigram_start_that_played_no_part_does_not_stop_an_older_run(tmp_path: Path) -> None:
+    """With the whole vocabulary it was passed over, and is now refused: such a run goes on without it."""
+    config = tiny_run.config(tmp_path)
+    shape = dataclasses.replace(config.drafter, draft_vocab=0, always=(), bigram_start=False)
+    config = dataclasses.replace(config, drafter=shape)
+    check_same(config, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"bigram_start": false', '"bigram_start": true'))
+    check_same(config, tmp_path)
+    assert '"bigram_start": false' in path.read_text()
+
+
 def test_metrics_go_on_behind_the_checkpoint(tmp_path: Path) -> None:
     """Step 3 and a line that was cut off are written again; a run without a checkpoint starts anew."""
     metrics = Metrics(tmp_path, 0)

@@ -331,6 +331,15 @@ def test_starting_from_a_drafter_warns_where_text_would_be_repeated_or_passed_ov
     assert read(other).doubt(known, 0) is None
     assert "passes over records of" in str(read(other).doubt(known, 2))
     assert "(with length = 20, least_learnt = 2)" in str(read(other).doubt(known, 2))
+    # Cut in another way it is the same text: four of its records have 13 learnt tokens, three of them before record 5.
+    write_records(
+        tmp_path / "mixed", [([5] * 20, [i < 13 if k in (0, 2, 4, 7) else i < 5 for i in range(20)]) for k in range(8)],
+        vocab_size=24,
+    )  # fmt: skip
+    mixed = Records(tmp_path / "mixed")
+    once = read(mixed, least_learnt=13).identity(3)
+    assert read(mixed, least_learnt=13).read_of(once) == 3 and read(mixed, least_learnt=2).read_of(once) == 5
+    assert read(other).read_of(once) is None and "unless data.first = 5" in str(read(mixed).doubt(once, 3))
     both = {**read(other).identity(4), "earlier": [known, "nonsense"]}
     assert texts_read(both) == [read(other).identity(4), known]
     assert read(other).doubt(both, 4) is None and "unless data.first = 4" in str(read(other).doubt(both, 2))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -164,6 +165,14 @@ def test_a_cache_of_something_else_is_refused_with_the_difference(tmp_path: Path
     ):
         with pytest.raises(ValueError, match=f"holds teacher states of something else: .*{why}"):
             Run(changed, target, tmp_path / "run")
+    adapted = target.replace(params=jax.tree.map(lambda x: x + 0.1 * (x.ndim > 1), target.params))
+    with pytest.raises(ValueError, match=r"something else: digest: '\w+' -> '\w+'\. Give another folder, or delete"):
+        Run(config(tmp_path, **where), adapted, tmp_path / "run")
+    index = json.loads((tmp_path / "cache" / "index.json").read_text())
+    del index["header"]["digest"]  # as an earlier version wrote it
+    (tmp_path / "cache" / "index.json").write_text(json.dumps(index))
+    build(settings, target, tmp_path / "cache", 2)
+    assert len(TeacherCache(tmp_path / "cache", cached_teacher.header(settings, target, Records(settings.data.train))))
     nowhere = dataclasses.replace(settings.drafter, target_layer_ids=(2,))
     with pytest.raises(ValueError, match="target_layer_ids must rise from -1 .* to 1 or less, found "):
         build(dataclasses.replace(settings, drafter=nowhere), target, tmp_path / "cache", 1)
