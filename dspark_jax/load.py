@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-SHIPPED_DRAFTERS = ("smollm2-135m-instruct-dspark",)
+SHIPPED_DRAFTERS = ("smollm2-135m-instruct-dspark", "smollm2-135m-instruct-eagle3")
 """Folders of ``assets``, each named after its target and method."""
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
