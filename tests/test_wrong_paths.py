@@ -64,6 +64,7 @@ def test_an_export_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.M
     place.write_text("notes")
     monkeypatch.setattr(train, "load_target", lambda name: None)
     monkeypatch.setattr(train, "Run", lambda *_: SimpleNamespace(export=lambda place: place.mkdir(exist_ok=True)))
+    (tmp_path / "out" / "checkpoints" / "1").mkdir(parents=True)
     argv = [*tiny_training(tmp_path), "--export-only", str(place)]
     assert told(train.main, argv, capsys) == f"error: {place}: exists, and is no directory\n"
 
