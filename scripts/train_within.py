@@ -9,8 +9,8 @@ one run; it ends saved, measured and exported to ``OUT/drafter``. Text is not re
 run ends earlier. Where the time is over all the same, the run is stopped, its last checkpoint exported, and the summary
 says ``"decayed": false``.
 
-``--start-from`` continues a drafter: behind the records of the same text that its config.json says it has seen, from the
-beginning of a text that it has not seen; with a warm-up of ten steps.
+``--start-from`` continues a drafter: behind the records of the same text that its config.json says it has seen, from
+the beginning of a text that it has not seen; with a warm-up of ten steps.
 
 Exit status: 0 done; 2 refused; 3 the time was over before the rate had fallen, or training stopped (scripts/train.py).
 """
