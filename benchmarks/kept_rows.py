@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dspark_jax.data.line_file import differences
+from dspark_jax.data.line_file import differences, known
 from dspark_jax.evaluate import report
 from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.decode import NEWER, Trace
@@ -116,11 +116,8 @@ def require_alike(rows: Sequence[KeptRow]) -> None:
     first = rows[0]
     for row in rows[1:]:
         for run in {**first.headers, **row.headers}:
-            one, other_one = dict(first.headers.get(run, {})), dict(row.headers.get(run, {}))
-            for name in NEWER:  # a row of an earlier version may not say
-                if name not in one or name not in other_one:
-                    one.pop(name, None), other_one.pop(name, None)
-            wrong = differences(one, other_one)
+            one, two = first.headers.get(run, {}), row.headers.get(run, {})
+            wrong = differences(known(one, two, NEWER), known(two, one, NEWER))
             mine, its = ({(t.suite, t.index): t.prompt for t in r.traces.get(run, ())} for r in (first, row))
             if mine.keys() != its.keys():
                 wrong.append(f"{len(mine.keys() ^ its.keys())} prompts that only one of them has")

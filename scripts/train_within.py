@@ -33,7 +33,7 @@ from dspark_jax.config_toml import load_toml
 from dspark_jax.data.records import Records
 from dspark_jax.train.config import TrainConfig, fitted
 from dspark_jax.train.folder import has_checkpoint
-from dspark_jax.train.read_text import records_read, said_of_training
+from dspark_jax.train.read_text import records_read
 
 TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
 MARGIN = 0.05
@@ -54,7 +54,6 @@ def continued(name: str, config: Path, given: Sequence[str]) -> list[str]:
     beginning of a text that it has not read.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which records it has seen."""
-    said_of_training(name)  # before the text is read
     records = records_read(fitted(load_toml(config, TrainConfig, given)).data, name) or 0
     return [f"drafter.start_from={name}", f"data.first={records}", "optim.warmup_steps=10"]
 

@@ -18,16 +18,16 @@ from dspark_jax.calibrate.assess import assess, diagram, outcomes
 from dspark_jax.calibrate.sts import GRID
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
-from dspark_jax.data.line_file import differences
+from dspark_jax.data.line_file import differences, known
 from dspark_jax.evaluate import figures
 from dspark_jax.evaluate.config import DecodeConfig, Suite
-from dspark_jax.evaluate.decode import digest, fingerprint
+from dspark_jax.evaluate.decode import NEWER, digest, fingerprint
 from dspark_jax.evaluate.recorder import Blocks, Recorder
 from dspark_jax.evaluate.report import table as markdown_table
-from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
+from dspark_jax.evaluate.suites import Task, load_tasks
 from dspark_jax.load import check_drafter, find_drafter
 from dspark_jax.progress import Progress
-from dspark_jax.targets import weights_digest
+from dspark_jax.targets import stop_ids, weights_digest
 from dspark_jax.types import GREEDY_TEMPERATURE
 from dspark_jax.whole_file import full_disk_is_said, is_disk_full, write_whole
 
@@ -127,34 +127,28 @@ class CalibrationRun:
         config, path = self.config, self.folder / HEADER
         mine: dict[str, Any] = {
             "target": config.target,
-            "weights": (weights := weights_digest(self.target)),
+            "weights": weights_digest(self.target),
             "drafter": fingerprint(find_drafter(config.drafter)),
             "decode": dataclasses.asdict(config.decode),
             "tables": {t.name: {"verification": t.verification, "temperature": t.temperature} for t in config.tables},
         }
         for name, suites in (("fit", config.fit), ("heldout", config.heldout)):
             mine[name] = {suite.name: _contents(self.tasks[name], suite) for suite in suites}
-        known = _read_header(path)
+        old, fitted = _read_header(path), self.folder / CALIBRATION_FILE
         # Tables that were added one by one: those of earlier calls, of the same drafter and records, stay.
-        self._earlier = list(load_tables(self.folder / CALIBRATION_FILE)) if self._has_tables(known) else []
-        if known is not None:
-            mine = {key: value for key, value in mine.items() if key in known or key != "weights"}  # older ones lack it
-            tables = known.get("tables", {})
+        self._earlier = list(load_tables(fitted)) if old is not None and fitted.is_file() else []
+        if old is not None:
+            tables = old.get("tables", {})
             mine["tables"] = {**tables, **mine["tables"]}
-            wrong = differences({**known, "tables": {**mine["tables"], **tables}}, mine)
+            wrong = differences({**old, "tables": {**mine["tables"], **tables}}, known(mine, old, NEWER))
             if wrong:
                 raise ValueError(
                     f"{path}: the records of this folder are of something else: {'; '.join(wrong)}; give another "
                     "folder, or delete this one to decode anew"
                 )
-            mine["weights"] = weights
-        if known != mine:
+        if old != mine:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(mine, indent=1) + "\n")
-
-    def _has_tables(self, known: dict[str, Any] | None) -> bool:
-        """The folder's tables were fitted to its records, as far as can be seen."""
-        return known is not None and (self.folder / CALIBRATION_FILE).is_file()
 
     def run(self) -> dict[str, Any]:
         """Returns the measures that were written, by table and list of sets."""

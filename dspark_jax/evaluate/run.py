@@ -15,10 +15,10 @@ from dspark_jax.evaluate.acceptance import Sample
 from dspark_jax.evaluate.confidence import sweep
 from dspark_jax.evaluate.config import PLAIN, EvaluateConfig
 from dspark_jax.evaluate.decode import NEWER, Job, Trace, build_engine, run_job
-from dspark_jax.evaluate.suites import Task, load_tasks, stop_ids
+from dspark_jax.evaluate.suites import Task, load_tasks
 from dspark_jax.load import check_drafter
 from dspark_jax.progress import Progress
-from dspark_jax.targets import weights_digest
+from dspark_jax.targets import stop_ids, weights_digest
 
 LOG = logging.getLogger("dspark_jax.evaluate")
 RECORDS = "records"

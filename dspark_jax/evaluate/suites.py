@@ -8,7 +8,6 @@ from typing import Any
 
 from dspark_jax.data.prompts import read_prompts
 from dspark_jax.evaluate.config import DecodeConfig, Suite
-from dspark_jax.targets import stop_ids as stop_ids
 
 LOG = logging.getLogger("dspark_jax.evaluate")
 

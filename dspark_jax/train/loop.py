@@ -350,9 +350,8 @@ class Run:
         # ``records``: where in the text a run that starts from this drafter goes on (``data.first``).
         training: dict[str, Any] = {"steps": int(self.state.step), "positions": int(self.state.positions)}
         training |= self._read.identity(int(self.state.cursor))
-        within = [text for text in self._read_before if text["records"] <= training["records"]]
-        other = [text for text in self._read_before if text not in within or not self._read.is_same(text)]
-        if other:
+        cursor, read = training["records"], self._read
+        if other := [text for text in self._read_before if text["records"] > cursor or not read.is_same(text)]:
             training["earlier"] = other
         return write_deepspec(
             place,

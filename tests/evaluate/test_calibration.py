@@ -71,6 +71,16 @@ def case(tmp_path: Path, monkeypatch: Any) -> tuple[CalibrateConfig, tuple[Any, 
     return config, models
 
 
+@pytest.fixture
+def decoded(monkeypatch: Any) -> None:
+    """Every batch has the same four blocks, decoded by nobody; no figures."""
+    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
+    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
+    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+
+
 @pytest.mark.slow
 def test_a_calibration_writes_tables_and_resumes(case: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Two batches of the fit, one held out, for each table. Where one of them is lost, it alone is decoded again and
@@ -188,15 +198,10 @@ def test_a_reliability_diagram_draws_predicted_against_observed_survival(monkeyp
 
 
 def test_a_calibration_that_cannot_be_installed_stops_with_the_installed_file_as_it_was(
-    case: Any, tmp_path: Path, monkeypatch: Any
+    case: Any, decoded: None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The drafter lies on a full disk, or where nothing may be written."""
     config, models = case
-    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
-    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
-    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
-    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
-    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
     installed = tmp_path / "drafter" / "calibration.json"
     Calibration(np.full(BLOCK, 2.0)).save(installed)
     before, write = installed.read_bytes(), Path.write_bytes
@@ -227,16 +232,11 @@ def test_a_calibration_that_cannot_be_installed_stops_with_the_installed_file_as
 
 
 def test_tables_that_are_added_one_by_one_stay_and_those_that_go_are_named(
-    case: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+    case: Any, decoded: None, tmp_path: Path, caplog: Any
 ) -> None:
     """Two calls of one folder leave two tables; the drafter's own third one, of other records, goes and is said. A
     temperature that no request picks is said as well."""
     config, models = case
-    confidence, accepted = np.zeros((4, BLOCK), np.float32), np.array([0, 1, 2, 2], np.int32)
-    blocks = Blocks(confidence, accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, np.int32))
-    monkeypatch.setattr(calibration, "_decode_batch", lambda *a: blocks)
-    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
-    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
     installed = tmp_path / "drafter" / "calibration.json"
     Calibration(np.full(BLOCK, 2.0), verification="coupled").save(installed)
 
