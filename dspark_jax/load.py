@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax import sharding
-from dspark_jax.calibrate.sts import load_tables
+from dspark_jax.calibrate.tables import load_tables
 from dspark_jax.checkpoint import RenamedSource, SafetensorsSource, TensorSource, require_dtype, restore
 from dspark_jax.checkpoint.drafter_files import (
     CALIBRATION_FILE,

@@ -67,7 +67,7 @@ def record(
         [np.stack([b[1] for b in found]) for found in rows],
         [np.stack([b[0] for b in found]) for found in rows],
         [kinds[request] for request in kept],
-        temperatures(calibration, workload, rows[0][0][0].size),
+        *correction(calibration, workload, rows[0][0][0].size),
     )
 
 
@@ -92,11 +92,11 @@ def _decode(
     return texts, kinds
 
 
-def temperatures(calibration: Any, workload: Workload, width: int) -> np.ndarray:
-    """``[G]`` of a calibration for this workload; 1 where there is none."""
+def correction(calibration: Any, workload: Workload, width: int) -> tuple[np.ndarray, float]:
+    """Temperatures ``[G]`` and shift of a calibration for this workload; 1 and 0 where there is none."""
     if hasattr(calibration, "pick"):
         greedy = workload.sampling.temperature < GREEDY_TEMPERATURE
         calibration = calibration.pick("rejection" if greedy else "coupled", 0.0 if greedy else 1.0)
     if calibration is None:
-        return np.ones(width)
-    return np.asarray(calibration.temperature, np.float64)[:width]
+        return np.ones(width), 0.0
+    return np.asarray(calibration.temperature, np.float64)[:width], float(calibration.shift or 0.0)

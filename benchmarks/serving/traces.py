@@ -28,7 +28,7 @@ class Traces:
         accepted: ``[N]`` int16 drafts that the text repeats; never beyond its end.
         starts: ``[R + 1]`` first row of each text, and N.
         kinds: a word for each text (code, chat, ...).
-        temperature: ``[G]`` of the calibration: raw confidences are needed by a static threshold.
+        temperature, shift: ``[G]`` and [] of the calibration: raw confidences are needed by a static threshold.
 
     Raises:
         ValueError: sizes that do not fit, increasing rows, or more accepted than drafted or left.
@@ -39,6 +39,7 @@ class Traces:
     starts: np.ndarray
     kinds: tuple[str, ...]
     temperature: np.ndarray
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         rows, width = self.survival.shape
@@ -82,7 +83,7 @@ class Traces:
         before = np.concatenate([np.ones_like(self.survival[:, :1]), self.survival[:, :-1]], axis=1)
         calibrated = np.divide(self.survival, before, out=np.zeros_like(self.survival), where=before > 0)
         p = np.clip(calibrated.astype(np.float64), 1e-6, 1 - 1e-6)
-        return 1.0 / (1.0 + np.exp(-self.temperature * np.log(p / (1 - p))))
+        return 1.0 / (1.0 + np.exp(self.shift - self.temperature * np.log(p / (1 - p))))
 
     def of(self, *kinds: str) -> Traces:
         """The texts of some kinds. Raises ValueError where there are none."""
@@ -92,7 +93,7 @@ class Traces:
         rows = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in chosen])
         starts = np.concatenate([[0], np.cumsum([self.starts[i + 1] - self.starts[i] for i in chosen])])
         names = tuple(self.kinds[i] for i in chosen)
-        return Traces(self.survival[rows], self.accepted[rows], starts, names, self.temperature)
+        return Traces(self.survival[rows], self.accepted[rows], starts, names, self.temperature, self.shift)
 
     def position_acceptance(self) -> list[float]:
         """``[G]`` share of drafts accepted given that those before were, over all anchors."""
@@ -111,6 +112,7 @@ class Traces:
                 starts=self.starts.astype(np.int32),
                 kinds=np.array(self.kinds),
                 temperature=self.temperature.astype(np.float32),
+                shift=np.float32(self.shift),
             )
 
     @classmethod
@@ -124,6 +126,7 @@ class Traces:
                     file["starts"].astype(np.int64),
                     tuple(map(str, file["kinds"])),
                     file["temperature"].astype(np.float64),
+                    float(file["shift"]) if "shift" in file else 0.0,
                 )
         except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{path}: no acceptance traces, or cut off: {error}; record them anew") from error
@@ -135,6 +138,7 @@ def from_texts(
     survivals: Sequence[np.ndarray],
     kinds: Sequence[str],
     temperature: np.ndarray,
+    shift: float = 0.0,
 ) -> Traces:
     """Traces of decoded texts.
 
@@ -145,7 +149,7 @@ def from_texts(
     accepted = [_matches(np.asarray(text), block) for text, block in zip(texts, drafts, strict=True)]
     starts = np.concatenate([[0], np.cumsum([len(rows) for rows in accepted])])
     rows = np.concatenate([np.asarray(s, np.float32) for s in survivals])
-    return Traces(rows, np.concatenate(accepted), starts, tuple(kinds), np.asarray(temperature, np.float64))
+    return Traces(rows, np.concatenate(accepted), starts, tuple(kinds), np.asarray(temperature, np.float64), shift)
 
 
 def _matches(text: np.ndarray, drafts: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from dspark_jax.calibrate.sts import Calibration, CalibrationTables, fit, load_tables, save_tables
+from dspark_jax.calibrate.sts import fit
+from dspark_jax.calibrate.tables import Calibration, CalibrationTables, load_tables, save_tables
 
 __all__ = ["Calibration", "CalibrationTables", "fit", "load_tables", "save_tables"]

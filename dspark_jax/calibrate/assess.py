@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 
 def assess(
-    confidence_logits: ArrayLike, accepted: ArrayLike, temperature: ArrayLike, overlap: ArrayLike, bins: int = 10
+    confidence_logits: ArrayLike,
+    accepted: ArrayLike,
+    temperature: ArrayLike,
+    overlap: ArrayLike,
+    bins: int = 10,
+    *,
+    shift: float | None = None,
 ) -> dict[str, Any]:
-    """Measures ``[G]`` before and after the temperatures.
+    """Measures ``[G]`` before and after the calibration.
 
     Args:
         confidence_logits: [N, G]. accepted: [N, G], 1 if drafts 1..k were all accepted.
         temperature: [G].
+        shift: added to all logits before the temperatures.
         overlap: [N, G], 1 - TV of the distributions each draft was drawn from and compared with.
 
     Returns:
@@ -39,8 +46,7 @@ def assess(
     agreement = np.clip(np.asarray(overlap, np.float64), 0.0, 1.0)
     ceiling = np.cumprod(agreement, axis=1)
     found: dict[str, Any] = {"blocks": len(labels), "survival": labels.mean(0)}
-    for name, t in (("before", None), ("after", temperature)):
-        scores = survival_scores(logits, t)
+    for name, scores in _scores(logits, temperature, shift).items():
         found[f"ece_{name}"] = ece(scores, labels, bins)
         found[f"brier_{name}"] = brier(scores, labels)
         found[f"auc_{name}"] = auc(scores, labels)
@@ -72,13 +78,21 @@ def _conditional_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def diagram(
-    confidence_logits: ArrayLike, accepted: ArrayLike, temperature: ArrayLike, bins: int = 10
+    confidence_logits: ArrayLike,
+    accepted: ArrayLike,
+    temperature: ArrayLike,
+    bins: int = 10,
+    *,
+    shift: float | None = None,
 ) -> dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """The reliability diagram (the paper's Figure 6) of every position, before and after: lists of G
     ``metrics.reliability`` results."""
     logits, labels = np.asarray(confidence_logits, np.float64), np.asarray(accepted, np.float64)
-    both = {"before": survival_scores(logits), "after": survival_scores(logits, temperature)}
     return {
         name: [reliability(scores[:, k], labels[:, k], bins) for k in range(labels.shape[1])]
-        for name, scores in both.items()
+        for name, scores in _scores(logits, temperature, shift).items()
     }
+
+
+def _scores(logits: np.ndarray, temperature: ArrayLike, shift: float | None) -> dict[str, np.ndarray]:
+    return {"before": survival_scores(logits), "after": survival_scores(logits, temperature, shift)}

@@ -20,14 +20,16 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
         return 1.0 / (1.0 + np.exp(-np.asarray(logits, np.float64)))
 
 
-def survival_scores(confidence_logits: ArrayLike, temperature: ArrayLike | None = None) -> np.ndarray:
-    """[N, G] float64: cumulative product along a row of sigmoid(logit_k / T_k), the scores STS calibrates.
+def survival_scores(
+    confidence_logits: ArrayLike, temperature: ArrayLike | None = None, shift: float | None = None
+) -> np.ndarray:
+    """[N, G] float64: cumulative product along a row of sigmoid((logit_k + shift) / T_k), the scores STS calibrates.
 
     Args:
         confidence_logits: [N, G].
         temperature: [G]; None = 1 everywhere.
     """
-    logits = np.asarray(confidence_logits, np.float64)
+    logits = np.asarray(confidence_logits, np.float64) + (shift or 0.0)
     if temperature is not None:
         logits = logits / np.asarray(temperature, np.float64)[None, :]
     return np.cumprod(sigmoid(logits), axis=1)

@@ -18,7 +18,7 @@ from dspark_jax.engine.drift import Drift
 from dspark_jax.engine.modes import choose_policy
 from dspark_jax.engine.multiprocess import Link, SharedPrograms
 from dspark_jax.engine.origin import origin
-from dspark_jax.engine.policy import Costs, Temperatures
+from dspark_jax.engine.policy import Corrections, Costs
 from dspark_jax.engine.prefix_cache import BLOCK
 from dspark_jax.engine.profile import Profile, profile
 from dspark_jax.engine.programs import Programs
@@ -50,9 +50,7 @@ class Ground:
         drafter = None if self.mode == "none" else drafter
         self._vocab_size = getattr(target, "vocab_size", None)
         own = getattr(drafter, "calibration", None)
-        self._temperatures = Temperatures(
-            own if config.calibration is None else config.calibration, self._policy.drafts
-        )
+        self._corrections = Corrections(own if config.calibration is None else config.calibration, self._policy.drafts)
         self._budget = config.max_programs or (24 if jax.default_backend() == "cpu" else 64)
         # By step times where the mode has them; what the caller names stays as it is.
         self._refines = self._policy.timed and config.token_buckets is None

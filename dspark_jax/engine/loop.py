@@ -244,14 +244,16 @@ class Engine(Tenancy):
         self._absorb(working)
         self._counters.add("drafted", drafting * plan.width(self.buckets.drafts))
         calibration = np.ones((plan.slots, self.buckets.drafts), np.float32)
+        shift = np.zeros(plan.slots, np.float32)
         for row, tenant in zip(plan.places, working, strict=True):
             estimate = self._policy.conditional(tenant)
-            calibration[row] = tenant.confidence_temperature if estimate is None else estimate
+            calibration[row] = tenant.correction.temperature if estimate is None else estimate
+            shift[row] = tenant.correction.shift
         key = Key("draft", self.buckets.slot_bucket(drafting), plan.decision.width or 0, plan.draft_context)
         rows = plan.draft_slots(key.slots)
         self._counters.add("draft_rows", key.slots)
         total, threshold, most = plan.decision.drafts, self.config.confidence_threshold, plan.most(self.buckets.drafts)
-        numbers = calibration[rows], least[rows], most[rows], rows
+        numbers = calibration[rows], shift[rows], least[rows], most[rows], rows
         return self._programs.draft(self._state, key, total, threshold, *numbers)
 
     def _verify(self, plan: Plan | None, draft: steps.Draft | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_jax.engine.estimates import Score
 from dspark_jax.engine.request import Checked
-from dspark_jax.engine.slots import Tenant
+from dspark_jax.engine.slots import RAW, Correction, Tenant
 from dspark_jax.schedule import StepTimeTable
 from dspark_jax.types import GREEDY_TEMPERATURE
 
@@ -142,8 +142,8 @@ class Threshold(Policy):
         return admitted
 
 
-class Temperatures:
-    """The confidence temperatures of a request, from the calibration table of its rule (DESIGN section 5).
+class Corrections:
+    """What corrects the confidences of a request: the calibration table of its rule (DESIGN section 5).
 
     Args:
         calibration: a Calibration, CalibrationTables or None (raw confidences).
@@ -161,8 +161,8 @@ class Temperatures:
             if known < drafts:
                 raise ValueError(f"calibration: {known} temperatures for blocks of {drafts} drafts")
 
-    def of(self, request: Checked) -> np.ndarray | float:
-        """``[G]``, or 1 where there is no table for the request, which is logged once."""
+    def of(self, request: Checked) -> Correction:
+        """``RAW`` where there is no table for the request, which is logged once."""
         table = self._calibration
         if hasattr(table, "pick"):
             greedy = request.sampling.temperature < GREEDY_TEMPERATURE
@@ -172,4 +172,6 @@ class Temperatures:
             if table is None and missed not in self._missed:
                 self._missed.add(missed)
                 LOG.warning("no calibration table for %s: raw confidences are used", missed)
-        return 1.0 if table is None else np.asarray(table.temperature, np.float32)[: self._drafts]
+        if table is None:
+            return RAW
+        return Correction(np.asarray(table.temperature, np.float32)[: self._drafts], float(table.shift or 0.0))

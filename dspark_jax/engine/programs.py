@@ -139,13 +139,14 @@ class Programs:
         total: int,
         threshold: float,
         calibration: np.ndarray,
+        shift: np.ndarray,
         least: np.ndarray,
         most: np.ndarray,
         slots: np.ndarray,
     ) -> steps.Draft:
-        """See ``steps.draft``; ``calibration [R, G]`` float32, ``least``, ``most`` and ``slots`` ``[R]`` int32. Call
-        ``verify`` before the next one."""
-        numbers = np.int32(total), np.float32(threshold), calibration, least, most, slots
+        """See ``steps.draft``; ``calibration [R, G]`` and ``shift [R]`` float32, ``least``, ``most`` and ``slots``
+        ``[R]`` int32. Call ``verify`` before the next one."""
+        numbers = np.int32(total), np.float32(threshold), calibration, shift, least, most, slots
         draft = self._run(key, _as_drafted(state), self._last_proposal(state).base, *numbers)
         self._proposal = draft.proposal
         return draft
@@ -304,8 +305,9 @@ class Programs:
                 return state, tokens, np.zeros(1, np.int32), np.zeros(1, bool), np.int32(0)
             case "draft":
                 calibration = np.ones((key.slots, self.buckets.drafts), np.float32)
-                least, slots = np.zeros(key.slots, np.int32), np.arange(key.slots, dtype=np.int32)
-                numbers = np.int32(0), np.float32(0.0), calibration, least, least.copy(), slots
+                shift, least = np.zeros(key.slots, np.float32), np.zeros(key.slots, np.int32)
+                slots = np.arange(key.slots, dtype=np.int32)
+                numbers = np.int32(0), np.float32(0.0), calibration, shift, least, least.copy(), slots
                 return _as_drafted(state), self._last_proposal(state).base, *numbers
             case "verify":
                 return state, self._last_proposal(state), np.zeros(self._slots, np.int32)

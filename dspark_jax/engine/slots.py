@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dspark_jax.engine.prefix_cache import Block
 from dspark_jax.engine.request import Checked, Result
 from dspark_jax.types import GREEDY_TEMPERATURE
+
+
+class Correction(NamedTuple):
+    """What a request's calibration makes of a confidence: sigmoid((logit + shift) / temperature)."""
+
+    temperature: np.ndarray | float  # [G]
+    shift: float
+
+
+RAW = Correction(1.0, 0.0)
+"""Confidences as the drafter gives them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,7 +42,7 @@ class Tenant:
     tokens: list[int] = dataclasses.field(default_factory=list)
     committed: list[int] = dataclasses.field(default_factory=list)
     offered: list[int] = dataclasses.field(default_factory=list)
-    confidence_temperature: np.ndarray | float = 1.0  # [G] of its calibration
+    correction: Correction = RAW
     held: int = 0  # tokens that the drafter has not absorbed
     whole: int = 0  # tokens of ``text`` that target and drafter had surely cached before the newest cycle was read
     # What the policy remembers of it; see ``estimates.py`` and ``adaptive.py``.

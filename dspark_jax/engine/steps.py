@@ -84,6 +84,7 @@ def draft(
     total: Array,
     threshold: Array,
     calibration: Array,
+    shift: Array,
     least: Array,
     most: Array,
     slots: Array,
@@ -107,6 +108,7 @@ def draft(
         threshold: [] float32, of the raw sigmoid of each confidence (rule ``threshold``).
         calibration: ``[R, G]`` confidence temperatures of each request, 1 for raw confidences; for a drafter without
             a confidence head the estimated acceptance of each position itself.
+        shift: ``[R]`` float32, added to each request's confidence logits before the temperatures.
         least: ``[R]`` int32 (rule ``top_k``): the first so many drafts of a row are admitted before all others, and
             count in ``total``; -1: the row gets none.
         most: ``[R]`` int32 (rules ``all`` and ``threshold``): drafts of a row that are admitted at most.
@@ -121,7 +123,7 @@ def draft(
     calibration = calibration[:, :drafts]
     conditional = calibration.astype(jnp.float32)
     if proposal.confidence_logits is not None:
-        logits = proposal.confidence_logits
+        logits = proposal.confidence_logits + shift[:, None].astype(proposal.confidence_logits.dtype)
         conditional = jax.nn.sigmoid(logits / calibration.astype(logits.dtype)).astype(jnp.float32)
     place = jnp.arange(drafts)[None, :]
     # A confidence that is no number is none at all, and must not reach those the row competes with.

@@ -102,7 +102,7 @@ class Tenancy(Ground):
         if not tenant.admitted:
             if self._competes and not request.coupled:
                 tenant.seed = self._seeds.claim(tenant.id, tenant.seed)
-            tenant.confidence_temperature = self._temperatures.of(request)
+            tenant.correction = self._corrections.of(request)
             tenant.admitted, tenant.cached = True, len(found) * BLOCK
             if self.buckets.stored_blocks:
                 self._counters.add("prefix_cache_queries", len(text))

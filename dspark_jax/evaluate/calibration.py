@@ -15,7 +15,7 @@ import numpy as np
 from dspark_jax import load_drafter, load_target
 from dspark_jax.calibrate import Calibration, fit, load_tables, save_tables
 from dspark_jax.calibrate.assess import assess, diagram, outcomes
-from dspark_jax.calibrate.sts import GRID
+from dspark_jax.calibrate.sts import GRID, SHIFTS
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
 from dspark_jax.data.line_file import differences, known
@@ -69,6 +69,8 @@ class CalibrateConfig:
         blocks: records of ``fit`` that are enough for a table; 0: all prompts are decoded. Records that lie in the
             folder already are used beyond it.
         heldout_blocks: the same of ``heldout``; 0: as ``blocks``.
+        shift: fit a second table beside each, with a number that is added to all logits first (``calibrate.tables``);
+            the engine takes it before the other.
         bins: of the fit's calibration error. report_bins: of the reported one.
         install: write calibration.json beside the drafter's weights, too.
     """
@@ -85,6 +87,7 @@ class CalibrateConfig:
     decode: DecodeConfig = DecodeConfig()
     blocks: int = 0
     heldout_blocks: int = 0
+    shift: bool = False
     bins: int = 20
     report_bins: int = 10
     install: bool = True
@@ -164,16 +167,20 @@ class CalibrationRun:
         with Progress(len(self.config.tables) * sum(map(len, self.tasks.values())), "calibrate", unit="prompt") as bar:
             for table in self.config.tables:
                 records = {name: self.record(table, name, bar) for name, tasks in self.tasks.items() if tasks}
-                blocks = records["fit"]
-                calibration = fit(
-                    blocks.confidence,
-                    blocks.labels,
-                    self.config.bins,
-                    verification=table.verification,
-                    sampling_temperature=table.temperature,
-                )
-                fitted.append(calibration)
-                measures[table.name] = self._measure(table, calibration, records)
+                kinds: dict[str, Sequence[float]] = {table.name: ()}
+                if self.config.shift:
+                    kinds[f"{table.name}_shifted"] = SHIFTS
+                for name, shifts in kinds.items():
+                    calibration = fit(
+                        records["fit"].confidence,
+                        records["fit"].labels,
+                        self.config.bins,
+                        verification=table.verification,
+                        sampling_temperature=table.temperature,
+                        shifts=shifts,
+                    )
+                    fitted.append(calibration)
+                    measures[name] = self._measure(name, calibration, records)
         fitted += _others(self._earlier, fitted)
         written = [self.folder / CALIBRATION_FILE]
         if self.config.install:
@@ -241,20 +248,22 @@ class CalibrationRun:
             stop_ids=stop_ids(self.target) if self.config.decode.stop_at_eos else (),
         )
 
-    def _measure(self, table: TableConfig, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
+    def _measure(self, table: str, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
+        shift = None if calibration.shift is None else round(float(calibration.shift), 4)
         found: dict[str, Any] = {
             "temperature": np.asarray(calibration.temperature).round(4).tolist(),
-            "sampling_temperature": table.temperature,
+            **({} if shift is None else {"shift": shift}),
+            "sampling_temperature": calibration.sampling_temperature,
             "warnings": doubts(calibration, records["fit"].labels),
         }
         for line in found["warnings"]:
-            LOG.warning("%s: %s", table.name, line)
+            LOG.warning("%s: %s", table, line)
         for name, blocks in records.items():
             temperature, bins = calibration.temperature, self.config.report_bins
-            values = assess(blocks.confidence, blocks.labels, temperature, blocks.overlap, bins)
+            values = assess(blocks.confidence, blocks.labels, temperature, blocks.overlap, bins, shift=shift)
             found[name] = {key: _plain(value) for key, value in values.items()}
-            shown = diagram(blocks.confidence, blocks.labels, temperature, bins)
-            figures.reliability(self.folder / f"reliability_{table.name}_{name}.png", f"{table.name}, {name}", shown)
+            shown = diagram(blocks.confidence, blocks.labels, temperature, bins, shift=shift)
+            figures.reliability(self.folder / f"reliability_{table}_{name}.png", f"{table}, {name}", shown)
         return found
 
 
@@ -318,7 +327,14 @@ def _lost(path: Path, fitted: Sequence[Calibration]) -> str:
         there = list(load_tables(path))
     except (OSError, ValueError):
         return ""
-    return ", ".join(f"{t.verification} at T = {t.sampling_temperature:g}" for t in _others(there, fitted))
+    kept = set(map(_said, fitted))
+    return ", ".join(said for said in map(_said, there) if said not in kept)
+
+
+def _said(table: Calibration) -> str:
+    """Which table of a file it is, in words."""
+    words = f"{table.verification} at T = {table.sampling_temperature:g}"
+    return f"{words} with a shift" if table.shifted else words
 
 
 def _plain(value: Any) -> Any:
@@ -339,6 +355,8 @@ def markdown(measures: dict[str, Any]) -> str:
                 continue
             width = len(found["temperature"])
             body = [["temperature", *(f"{t:.3f}" for t in found["temperature"])]]
+            if "shift" in found:
+                body.append(["shift", *[f"{found['shift']:.3f}"] * width])
             for key, row in values.items():
                 if isinstance(row, list):
                     body.append([key.replace("_", " "), *map(_cell, row)])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.whole_file import write_whole
@@ -181,3 +182,30 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # behind the last line break: nothing, or a cut line
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def vocabulary_of_checkpoint(path: Path, beside: Mapping[str, Any]) -> np.ndarray:
+    """The draft vocabulary ``[Vd]`` that a run's last checkpoint was trained with: the one it holds, or, of a version
+    that kept none there, the file's.
+
+    Args:
+        path: ``d2t.npy`` of the run. beside: what the checkpoint says beside its arrays.
+
+    Raises:
+        ValueError: the file holds another one, or is missing where only it could say.
+    """
+    if "d2t" in beside:  # what the parameters mean belongs to them
+        d2t = np.asarray(beside["d2t"], np.int32)
+        if path.is_file() and not np.array_equal(np.load(path), d2t):
+            raise ValueError(
+                f"{path}: not the draft vocabulary that the checkpoint was trained with; delete the file, and it is "
+                "written anew from the checkpoint"
+            )
+        return d2t
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: the draft vocabulary is missing, and a checkpoint of an older version does not hold it; without "
+            "it the parameters mean nothing. Put the file back"
+        )
+    found: np.ndarray = np.load(path)
+    return found

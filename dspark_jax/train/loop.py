@@ -31,7 +31,7 @@ from dspark_jax.targets import Target
 from dspark_jax.train import heldout, warm_start
 from dspark_jax.train.cached_teacher import open_cache
 from dspark_jax.train.config import TrainConfig, drafter_config, fitted
-from dspark_jax.train.folder import Metrics, check_same, environment, has_checkpoint, hold
+from dspark_jax.train.folder import Metrics, check_same, environment, has_checkpoint, hold, vocabulary_of_checkpoint
 from dspark_jax.train.objective import Frozen
 from dspark_jax.train.optim import averaged, schedule
 from dspark_jax.train.placement import Placement
@@ -147,22 +147,10 @@ class Run:
         shape, path = self.config.drafter, self.folder / "d2t.npy"
         if not shape.draft_vocab:
             return None
-        if "d2t" in self._kept:  # what the parameters mean belongs to them
-            d2t = np.asarray(self._kept["d2t"], np.int32)
+        if self._manager.latest_step() is not None:
+            d2t = vocabulary_of_checkpoint(path, self._kept)
             if path.is_file():
-                if not np.array_equal(np.load(path), d2t):
-                    raise ValueError(
-                        f"{path}: not the draft vocabulary that the checkpoint was trained with; delete the file, and "
-                        "it is written anew from the checkpoint"
-                    )
                 return d2t
-        elif self._manager.latest_step() is not None:
-            if not path.is_file():
-                raise ValueError(
-                    f"{path}: the draft vocabulary is missing, and a checkpoint of an older version does not hold it; "
-                    "without it the parameters mean nothing. Put the file back"
-                )
-            return np.load(path)
         # Without a checkpoint a file here is of a start that came to nothing, perhaps on other text.
         elif self._earlier is not None and self._earlier.d2t is not None:
             d2t = self._earlier.d2t

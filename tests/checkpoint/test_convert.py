@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.calibrate.sts import Calibration
+from dspark_jax.calibrate import Calibration
 from dspark_jax.checkpoint import SafetensorsSource, save
 from dspark_jax.checkpoint.drafter_files import read_drafter
 from dspark_jax.config_io import decoder_config_to_hf

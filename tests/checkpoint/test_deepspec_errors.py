@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.calibrate.sts import Calibration
+from dspark_jax.calibrate import Calibration
 from dspark_jax.load import load_drafter
 from tests.checkpoint.drafter_cases import (
     HIDDEN,

@@ -32,7 +32,9 @@ def opened(target: Any, drafter: Any) -> DecodeState:
     return open_slots(target, drafter, prompts, lengths=lengths, max_new_tokens=40, seeds=seeds)
 
 
-def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], base: Any, total: int) -> steps.Draft:
+def draft(
+    drafter: Any, state: DecodeState, slots: list[int], least: list[int], base: Any, total: int, shift: Any = 0.0
+) -> steps.Draft:
     program = partial(
         steps.draft,
         rows=len(slots),
@@ -42,9 +44,23 @@ def draft(drafter: Any, state: DecodeState, slots: list[int], least: list[int], 
         rule="top_k",
         static=cycle.Static(),
     )
-    numbers = jnp.int32(total), jnp.float32(0.0), jnp.ones((len(slots), DRAFTS), jnp.float32)
+    numbers = jnp.int32(total), jnp.float32(0.0), jnp.ones((len(slots), DRAFTS)), jnp.full(len(slots), shift)
     rows = (jnp.asarray(a, jnp.int32) for a in (least, [DRAFTS] * len(slots), slots))
     return jax.jit(program)(drafter, state.replace(target=None), base, *numbers, *rows)
+
+
+def test_a_shift_moves_the_confidences_of_its_own_row() -> None:
+    """Survival of slot 3, row 1, is that of its logits plus 0.7; the drafts and slot 1 are as they were."""
+    target = tiny_target(num_layers=1)
+    drafter = tiny_drafter(target, block_size=DRAFTS, target_layer_ids=(0,))
+    state = jax.jit(opened)(target, drafter)
+    base = jnp.zeros((DRAFTS, SLOTS, 32), jnp.float32)
+    want = draft(drafter, state, [1, 3], [0, 0], base, 4)
+    got = draft(drafter, state, [1, 3], [0, 0], base, 4, shift=jnp.asarray([0.0, 0.7]))
+    np.testing.assert_array_equal(got.proposal.tokens, want.proposal.tokens)
+    np.testing.assert_array_equal(got.survival[1], want.survival[1])
+    logits = np.asarray(want.proposal.confidence_logits)[3] + 0.7
+    np.testing.assert_allclose(np.asarray(got.survival)[3], np.cumprod(1 / (1 + np.exp(-logits))), rtol=1e-5)
 
 
 def test_drafting_for_some_slots_is_that_part_of_drafting_for_all() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_jax.calibrate import sts
+from dspark_jax.calibrate import Calibration, CalibrationTables
 from dspark_jax.config import Sampling
 from dspark_jax.engine import EngineConfig
 from dspark_jax.engine.adaptive import Current, EarlyStop, Lagged
 from dspark_jax.engine.estimates import FORGET, PRIOR, WEIGHT, Acceptances, Confidences, Score
 from dspark_jax.engine.modes import choose_policy
-from dspark_jax.engine.policy import OUTSIDE, Beside, Costs, Policy, Temperatures, Threshold
+from dspark_jax.engine.policy import OUTSIDE, Beside, Corrections, Costs, Policy, Threshold
 from dspark_jax.engine.request import Checked
-from dspark_jax.engine.slots import Tenant
+from dspark_jax.engine.slots import RAW, Tenant
 from dspark_jax.schedule import StepTimeTable, admit_early_stop, admit_top_k, capacity
 from tests.engine.cases import step_times
 
@@ -366,16 +366,20 @@ def test_what_has_no_replacement_is_an_error(config: dict[str, Any], drafter: Dr
 
 def test_the_calibration_is_picked_for_each_request() -> None:
     """T = 0 requests take the T = 0 table, others their rule's; no table means raw confidences."""
-    tables = sts.CalibrationTables(
+    tables = CalibrationTables(
         tuple(
-            sts.Calibration(np.full(3, value), verification=rule, sampling_temperature=at)
+            Calibration(np.full(3, value), verification=rule, sampling_temperature=at)
             for value, rule, at in ((2.0, "rejection", 1.0), (3.0, "rejection", 0.0))
         )
     )
-    temperatures = Temperatures(tables, 2)
-    np.testing.assert_array_equal(temperatures.of(tenant(0).request), [2.0, 2.0])
-    np.testing.assert_array_equal(temperatures.of(tenant(0, sampling=Sampling(0.0)).request), [3.0, 3.0])
-    assert temperatures.of(tenant(0, coupled=True).request) == 1.0
-    assert Temperatures(None, 2).of(tenant(0).request) == 1.0
+    corrections = Corrections(tables, 2)
+    temperature, shift = corrections.of(tenant(0).request)
+    assert (list(temperature), shift) == ([2.0, 2.0], 0.0)
+    np.testing.assert_array_equal(corrections.of(tenant(0, sampling=Sampling(0.0)).request).temperature, [3.0, 3.0])
+    assert corrections.of(tenant(0, coupled=True).request) == RAW
+    assert Corrections(None, 2).of(tenant(0).request) == RAW
+    shifted = CalibrationTables((Calibration(np.full(3, 4.0), shift=-0.5), *tables.tables))
+    temperature, shift = Corrections(shifted, 2).of(tenant(0).request)
+    assert (list(temperature), shift) == ([4.0, 4.0], -0.5)
     with pytest.raises(ValueError, match="calibration: 3 temperatures for blocks of 4 drafts"):
-        Temperatures(tables, 4)
+        Corrections(tables, 4)

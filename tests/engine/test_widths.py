@@ -158,7 +158,7 @@ def test_a_narrow_draft_is_the_whole_one_cut_off(slots: list[int]) -> None:
     state = jax.jit(opened)(target, drafter)
     base = jnp.full((3, SLOTS, 32), 7.0, jnp.float32)
     whole = draft(drafter, state, slots, [0] * len(slots), base, 99)
-    numbers = jnp.int32(99), jnp.float32(0.0), jnp.ones((len(slots), 3), jnp.float32)
+    numbers = jnp.int32(99), jnp.float32(0.0), jnp.ones((len(slots), 3)), jnp.zeros(len(slots))
     rows = (jnp.asarray(a, jnp.int32) for a in ([0] * len(slots), [3] * len(slots), slots))
     program = partial(
         steps.draft, rows=len(slots), drafts=2, context=CONTEXT, max_positions=99, rule="top_k", static=steps.Static()

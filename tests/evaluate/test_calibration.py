@@ -21,8 +21,9 @@ from dspark_jax.calibrate import Calibration, CalibrationTables, load_tables
 from dspark_jax.calibrate.assess import diagram
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
-from dspark_jax.engine.policy import Temperatures
+from dspark_jax.engine.policy import Corrections
 from dspark_jax.engine.request import Checked
+from dspark_jax.engine.slots import RAW
 from dspark_jax.evaluate import calibration, command, figures
 from dspark_jax.evaluate.calibration import CalibrateConfig, CalibrationRun, TableConfig
 from dspark_jax.evaluate.config import DecodeConfig, Suite
@@ -254,6 +255,34 @@ def test_tables_that_are_added_one_by_one_stay_and_those_that_go_are_named(
     assert "warm: a table of T = 0.7 is written and measured, but no request picks it" in caplog.text
 
 
+def test_a_shifted_table_is_fitted_beside_the_papers_and_measured(
+    case: Any, decoded: None, tmp_path: Path, caplog: Any
+) -> None:
+    """Of four blocks three are accepted at position 1 where the head says one half: only a shift says three quarters.
+    Both tables are in the report and the file; without the setting the shifted one goes, and that is said."""
+    config, models = case
+    config = dataclasses.replace(config, tables=config.tables[:1], bins=1)
+
+    def run(shift: bool) -> dict[str, Any]:
+        return CalibrationRun(dataclasses.replace(config, shift=shift), tmp_path / "out", models).run()
+
+    found = run(True)
+    assert list(found) == ["rejection_t1", "rejection_t1_shifted"]
+    plain, shifted = found["rejection_t1"], found["rejection_t1_shifted"]
+    assert "shift" not in plain and shifted["shift"] > 0
+    assert plain["heldout"]["ece_after"][0] == pytest.approx(0.25) and shifted["heldout"]["ece_after"][0] < 0.02
+    assert plain["heldout"]["ece_before"] == shifted["heldout"]["ece_before"]
+    report = (tmp_path / "out" / "calibration_report.md").read_text()
+    assert f"| shift | {shifted['shift']:.3f} | {shifted['shift']:.3f} |" in report
+    tables = load_tables(tmp_path / "drafter" / "calibration.json")
+    assert [table.shift for table in tables] == [None, pytest.approx(shifted["shift"])]
+    assert run(True) == found and len(load_tables(tmp_path / "drafter" / "calibration.json")) == 2
+    with caplog.at_level(logging.WARNING):
+        assert run(False) == {"rejection_t1": plain}
+    assert "its tables for rejection at T = 1 with a shift are not among these and go" in caplog.text
+    assert [table.shift for table in load_tables(tmp_path / "drafter" / "calibration.json")] == [None]
+
+
 def test_a_target_whose_weights_were_replaced_is_another_one(case: Any, tmp_path: Path) -> None:
     """Under the same name and for the same drafter."""
     config, (target, drafter) = case
@@ -317,15 +346,15 @@ def test_the_engine_picks_by_request_and_logs_a_missing_table_once(tmp_path: Pat
     for name, rule, t, value in (("a", "rejection", 1.0, 2.0), ("b", "rejection", 0.0, 3.0)):
         Calibration(np.full(BLOCK, value), verification=rule, sampling_temperature=t).save(tmp_path / name)
     tables = [next(iter(load_tables(tmp_path / name))) for name in ("a", "b")]
-    temperatures = Temperatures(CalibrationTables(tuple(tables)), BLOCK)
+    corrections = Corrections(CalibrationTables(tuple(tables)), BLOCK)
 
     def of(temperature: float, coupled: bool) -> Any:
-        return temperatures.of(Checked((1,), 4, Sampling(temperature), None, coupled, ()))
+        return corrections.of(Checked((1,), 4, Sampling(temperature), None, coupled, ()))
 
     with caplog.at_level(logging.WARNING):
-        assert np.all(of(0.7, False) == 2.0) and np.all(of(0.0, False) == 3.0) and np.all(of(0.0, True) == 3.0)
+        assert [of(t, coupled).temperature[0] for t, coupled in ((0.7, False), (0.0, False), (0.0, True))] == [2, 3, 3]
         assert not caplog.records
-        assert of(0.7, True) == 1.0 and of(1.0, True) == 1.0
+        assert of(0.7, True) == RAW and of(1.0, True) == RAW
     assert len(caplog.records) == 1 and "coupled" in caplog.text and "raw confidences" in caplog.text
 
 
