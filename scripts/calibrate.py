@@ -3,8 +3,9 @@
     python scripts/calibrate.py --config configs/calibrate/smollm2.toml --out runs/calibration
 
 Decodes prompts with whole blocks under each of the tables' rules and temperatures, fits sequential temperature
-scaling, and writes ``calibration.json`` (beside the drafter's weights, too, unless ``install = false``), a report with
-ECE, Brier score and AUC by position, and reliability diagrams. Started again on the same folder it decodes only the
+scaling (with ``shift = true`` once more behind a shift of all logits; the engine prefers that table), and writes
+``calibration.json`` (beside the drafter's weights, too, unless ``install = false``), a report with ECE, Brier score and
+AUC by position, and reliability diagrams. Started again on the same folder it decodes only the
 batches that are missing. Exit status: 0 done, 2 refused, 3 no room on the disk.
 """
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dspark_jax.calibrate.metrics import ece_of_column, sigmoid
-from dspark_jax.calibrate.tables import Calibration, check_key
+from dspark_jax.calibrate.tables import LARGEST_SHIFT, Calibration, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,14 +61,14 @@ def fit(
     Raises:
         ValueError: shapes differ or hold nothing, logits not finite, labels other than 0 and 1 or rising
             along a row, bins < 1, an unknown rule, a sampling temperature that is negative or not finite, a shift
-            that is not finite.
+            beyond ``LARGEST_SHIFT``.
     """
     logits, labels = _records(confidence_logits, accepted)
     if bins < 1:
         raise ValueError(f"bins: at least 1 expected, got {bins}")
     check_key(verification, sampling_temperature)
-    if not np.isfinite(shifts).all():
-        raise ValueError(f"shifts: finite numbers expected, got {list(shifts)}")
+    if len(shifts) and not np.abs(np.asarray(shifts, np.float64)).max() <= LARGEST_SHIFT:
+        raise ValueError(f"shifts: numbers within {LARGEST_SHIFT:g} of 0 expected, got {list(shifts)}")
     shift = _best_shift(logits[:, 0], labels[:, 0], bins, shifts) if len(shifts) else None
     moved = logits + (shift or 0.0)
     positions = logits.shape[1]

@@ -8,7 +8,7 @@ an extension, kept apart in the file, so that engines that read temperatures onl
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,9 @@ def load_tables(path: str | Path, *, positions: int | None = None) -> Calibratio
         positions: the number of temperatures there must be; None = any.
 
     Raises:
-        ValueError: not such a file: wrong length, a value that is zero, negative, not finite or no number,
-            two tables for one rule and temperature that differ. The message names the file and the entry.
+        ValueError: not such a file: wrong length, a value that is zero, negative, not finite or no number, a shift that
+            is none or beyond ``LARGEST_SHIFT``, two tables for one rule and temperature that differ. The message names
+            the file and the entry.
         OSError: the file cannot be read.
     """
     text = Path(path).read_text(encoding="utf-8")
@@ -223,9 +224,9 @@ def _parse(content: Any, positions: int | None) -> CalibrationTables:
             raise ValueError(f"{name}: differs from the other table for ('rejection', 1.0) in this file")
     tables = (*plain.values(), *shifted.values())
     if not tables:
-        raise ValueError(f"neither temperatures nor sts_temperatures nor {PLAIN} found")
-    lengths = {_key(table): table.temperature.shape[-1] for table in tables}
-    if len({table.temperature.shape[-1] for table in tables}) > 1:
+        raise ValueError(f"neither temperatures nor sts_temperatures nor {PLAIN} nor {SHIFTED} found")
+    lengths = [(*_key(t), *([SHIFTED] if t.shifted else []), t.temperature.shape[-1]) for t in tables]
+    if len({length for *_, length in lengths}) > 1:
         raise ValueError(f"tables of different lengths: {lengths}")
     return CalibrationTables(tables)
 
@@ -252,6 +253,8 @@ def _table(record: Any, name: str, positions: int | None, *, shifted: bool) -> C
             raise ValueError(f"{name}.{field}: missing")
     check_key(record["verification"], record["sampling_temperature"], f"{name}.")
     temperature = _positive(record["temperatures"], f"{name}.temperatures", positions)
+    if not shifted and "shift" in record:
+        raise ValueError(f"{name}.shift: a table with a shift belongs into {SHIFTED}, where other engines do not look")
     shift: Any = record["shift"] if shifted else None
     if shifted and not (_is_number(shift) and abs(shift) <= LARGEST_SHIFT):
         raise ValueError(f"{name}.shift: a number within {LARGEST_SHIFT:g} of 0 expected, got {shift!r:.80}")
@@ -300,7 +303,7 @@ def _key(table: Calibration) -> tuple[str, float]:
 def check_key(verification: Any, sampling_temperature: Any, prefix: str = "") -> None:
     if verification not in _RULES:
         raise ValueError(f"{prefix}verification: one of {list(_RULES)} expected, got {verification!r:.80}")
-    if not _is_number(sampling_temperature) or not 0.0 <= sampling_temperature < math.inf:
+    if not _is_number(sampling_temperature) or not 0.0 <= sampling_temperature <= sys.float_info.max:
         raise ValueError(
             f"{prefix}sampling_temperature: a finite number >= 0 expected, got {sampling_temperature!r:.80}"
         )

@@ -96,6 +96,9 @@ class CalibrateConfig:
         keys = [(t.verification, t.temperature) for t in self.tables]
         if not self.tables or len(set(keys)) < len(keys) or len({t.name for t in self.tables}) < len(keys):
             raise ValueError("tables must be there and differ in name, and in rule or temperature")
+        names = {t.name for t in self.tables}
+        if self.shift and (taken := names & {shifted_name(name) for name in names}):
+            raise ValueError(f"tables: with shift = true {min(taken)!r} is the name of another one's shifted table")
         if not self.fit:
             raise ValueError("fit must name at least one prompt set")
         for what, suites in (("fit", self.fit), ("heldout", self.heldout)):
@@ -169,7 +172,7 @@ class CalibrationRun:
                 records = {name: self.record(table, name, bar) for name, tasks in self.tasks.items() if tasks}
                 kinds: dict[str, Sequence[float]] = {table.name: ()}
                 if self.config.shift:
-                    kinds[f"{table.name}_shifted"] = SHIFTS
+                    kinds[shifted_name(table.name)] = SHIFTS
                 for name, shifts in kinds.items():
                     calibration = fit(
                         records["fit"].confidence,
@@ -181,6 +184,8 @@ class CalibrationRun:
                     )
                     fitted.append(calibration)
                     measures[name] = self._measure(name, calibration, records)
+                if self.config.shift:
+                    self._compare(table.name, measures)
         fitted += _others(self._earlier, fitted)
         written = [self.folder / CALIBRATION_FILE]
         if self.config.install:
@@ -196,7 +201,11 @@ class CalibrationRun:
     def _install(self, path: Path, fitted: Sequence[Calibration]) -> None:
         """Writes the tables. Raises ValueError where nothing may be written there; OSError where there is no room."""
         if lost := _lost(path, fitted):
-            LOG.warning("%s: its tables for %s are not among these and go; add them to tables to keep such", path, lost)
+            LOG.warning(
+                "%s: its tables for %s are not among these and go; name them in tables (and shift = true) to keep such",
+                path,
+                lost,
+            )
         try:
             save_tables(path, fitted)
         except OSError as error:
@@ -249,10 +258,10 @@ class CalibrationRun:
         )
 
     def _measure(self, table: str, calibration: Calibration, records: dict[str, Blocks]) -> dict[str, Any]:
-        shift = None if calibration.shift is None else round(float(calibration.shift), 4)
+        shift = None if calibration.shift is None else float(calibration.shift)
         found: dict[str, Any] = {
             "temperature": np.asarray(calibration.temperature).round(4).tolist(),
-            **({} if shift is None else {"shift": shift}),
+            **({} if shift is None else {"shift": round(shift, 4)}),
             "sampling_temperature": calibration.sampling_temperature,
             "warnings": doubts(calibration, records["fit"].labels),
         }
@@ -266,15 +275,34 @@ class CalibrationRun:
             figures.reliability(self.folder / f"reliability_{table}_{name}.png", f"{table}, {name}", shown)
         return found
 
+    def _compare(self, table: str, measures: dict[str, Any]) -> None:
+        """Warns of a shifted table that is no better than the one without."""
+        sets = "heldout" if self.tasks["heldout"] else "fit"
+        name = shifted_name(table)
+        plain, shifted = (max(measures[n][sets]["ece_after"]) for n in (table, name))
+        if shifted > plain:
+            line = f"its largest error over {sets} is {shifted:.3g}, without a shift {plain:.3g}: better without"
+            measures[name]["warnings"].append(line)
+            LOG.warning("%s: %s", name, line)
+
+
+def shifted_name(table: str) -> str:
+    """What the shifted table beside another is called in reports."""
+    return f"{table}_shifted"
+
 
 def doubts(calibration: Calibration, labels: np.ndarray) -> list[str]:
-    """A line for every temperature that its records do not really decide.
+    """A line for every temperature, and a shift, that its records do not really decide.
 
     Args:
         labels: ``[N, G]`` of the blocks of the fit.
     """
     found = []
     temperatures = np.asarray(calibration.temperature)
+    if calibration.shift is not None and float(calibration.shift) in (SHIFTS[0], SHIFTS[-1]):
+        found.append(
+            f"its shift {float(calibration.shift):g} is an end of the candidates: the confidences may be further off"
+        )
     for k, (t, accepted, rejected) in enumerate(zip(temperatures, *outcomes(labels), strict=True), 1):
         if min(accepted, rejected) < LEAST_OUTCOMES:
             found.append(
@@ -327,14 +355,12 @@ def _lost(path: Path, fitted: Sequence[Calibration]) -> str:
         there = list(load_tables(path))
     except (OSError, ValueError):
         return ""
-    kept = set(map(_said, fitted))
-    return ", ".join(said for said in map(_said, there) if said not in kept)
-
-
-def _said(table: Calibration) -> str:
-    """Which table of a file it is, in words."""
-    words = f"{table.verification} at T = {table.sampling_temperature:g}"
-    return f"{words} with a shift" if table.shifted else words
+    kept = {(t.verification, t.sampling_temperature, t.shifted) for t in fitted}
+    return ", ".join(
+        f"{t.verification} at T = {t.sampling_temperature:g}" + (" with a shift" if t.shifted else "")
+        for t in there
+        if (t.verification, t.sampling_temperature, t.shifted) not in kept
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,20 @@ def test_raw_confidences_undo_products_and_calibration() -> None:
     assert raw[0] == pytest.approx([0.9, 0.5], abs=1e-5)
     assert raw[1, 1] == pytest.approx(1.0, abs=1e-5)
     assert raw[3, 1] == pytest.approx(0.5, abs=1e-5)
+    shifted = dataclasses.replace(small(), shift=0.5)
+    # 0.5 = sigmoid((l + 0.5) / 2) is l = -0.5; texts that are chosen keep the shift.
+    assert shifted.conditional()[0, 1] == pytest.approx(1 / (1 + np.exp(0.5)), abs=1e-5)
+    assert shifted.of("a").shift == 0.5
 
 
 def test_files_keep_traces_and_other_files_are_refused_by_name(tmp_path: Path) -> None:
-    small().save(tmp_path / "t.npz")
+    dataclasses.replace(small(), shift=-0.5).save(tmp_path / "t.npz")
     again = Traces.load(tmp_path / "t.npz")
     assert again.accepted.tolist() == [2, 1, 1, 0] and again.kinds == ("a", "b")
-    assert again.survival == pytest.approx(small().survival, abs=1e-3)
+    assert again.survival == pytest.approx(small().survival, abs=1e-3) and again.shift == -0.5
+    with np.load(tmp_path / "t.npz") as file:
+        np.savez(tmp_path / "t.npz", **{name: file[name] for name in file if name != "shift"})
+    assert Traces.load(tmp_path / "t.npz").shift == 0.0, "of a version that knew none"
     np.savez(tmp_path / "other.npz", x=np.zeros(2))
     with pytest.raises(ValueError, match="other.npz"):
         Traces.load(tmp_path / "other.npz")

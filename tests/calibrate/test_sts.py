@@ -105,12 +105,14 @@ def test_a_shift_repairs_what_no_temperature_can() -> None:
     np.testing.assert_allclose(found.ece_after, metrics.ece(scores, accepted, 20), atol=1e-15)
 
 
-def test_without_need_the_shift_is_nought_and_the_fit_the_papers() -> None:
+def test_of_equal_shifts_the_one_nearest_to_nought_wins_and_nought_is_the_papers_fit() -> None:
     """All tie where every probability is 1: the nearest to 0 wins, then the smaller one. With 0 as the only candidate
     nothing is different."""
     assert sts.fit(np.full((2, 1), 50.0), [[1], [1]], shifts=(0.5, -0.5, 0.0)).shift == 0.0
     assert sts.fit(np.full((2, 1), 50.0), [[1], [1]], shifts=(0.5, -0.5)).shift == -0.5
     plain, nought = sts.fit(*records()), sts.fit(*records(), shifts=(0.0,))
     assert nought.shift == 0.0 and nought.temperature.tolist() == plain.temperature.tolist()
-    with pytest.raises(ValueError, match=r"shifts: finite numbers expected, got \[nan\]"):
+    with pytest.raises(ValueError, match=r"shifts: numbers within 100 of 0 expected, got \[nan\]"):
         sts.fit(*records(), shifts=(float("nan"),))
+    with pytest.raises(ValueError, match=r"shifts: numbers within 100 of 0 expected, got \[0.0, -101.0\]"):
+        sts.fit(*records(), shifts=(0.0, -101.0))

@@ -149,6 +149,8 @@ GOOD = {"verification": "rejection", "sampling_temperature": 1.0, "temperatures"
         ({"shifted_tables": [{**GOOD, "shift": 101}]}, r"shifted_tables\[0\].shift: a number within 100"),
         ({"shifted_tables": [{**GOOD, "shift": 1}] * 2}, r"shifted_tables\[1\]: a second table"),
         ({"shifted_tables": {}, **GOOD}, "shifted_tables: a list"),
+        ({"tables": [{**GOOD, "shift": 0.0}]}, r"tables\[0\].shift: a table with a shift belongs into shifted_tables"),
+        ({"tables": [{**GOOD, "sampling_temperature": 10**400}]}, r"tables\[0\].sampling_temperature: a finite number"),
         ({}, "neither temperatures"),
         ([1.0, 2.0], "a JSON object expected"),
     ],
@@ -210,3 +212,13 @@ def test_a_shift_is_added_before_the_temperature() -> None:
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, 0.75, rtol=1e-6)
     np.testing.assert_allclose(calibration.apply(jnp.zeros(1, jnp.float32)), 0.75, rtol=1e-6)
+
+
+def test_tables_of_different_lengths_are_all_listed(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    shifted = {**GOOD, "temperatures": [1.0], "shift": 0.0}
+    path.write_text(json.dumps({"tables": [GOOD], "shifted_tables": [shifted]}))
+    with pytest.raises(
+        ValueError, match=r"lengths: \[\('rejection', 1.0, 2\), \('rejection', 1.0, 'shifted_tables', 1\)\]"
+    ):
+        load_tables(path)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dspark_jax import cycle
+from dspark_jax.calibrate import Calibration, CalibrationTables
 from dspark_jax.config import Sampling
 from dspark_jax.cycle import DecodeState
 from dspark_jax.engine import Engine, Request, steps
@@ -19,7 +20,7 @@ from dspark_jax.engine.policy import OUTSIDE, Decision
 from dspark_jax.engine.slots import Tenant
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.testing import ScriptedDrafter, ScriptedTarget, open_slots, tiny_drafter, tiny_target
-from tests.engine.cases import engine_config, step_times
+from tests.engine.cases import BLOCK, Models, engine_config, step_times
 
 SLOTS, DRAFTS, CONTEXT = 4, 3, 24
 
@@ -61,6 +62,43 @@ def test_a_shift_moves_the_confidences_of_its_own_row() -> None:
     np.testing.assert_array_equal(got.survival[1], want.survival[1])
     logits = np.asarray(want.proposal.confidence_logits)[3] + 0.7
     np.testing.assert_allclose(np.asarray(got.survival)[3], np.cumprod(1 / (1 + np.exp(-logits))), rtol=1e-5)
+
+
+def test_every_request_is_scored_by_the_temperatures_and_the_shift_of_its_own_table(models: Models) -> None:
+    """Mode threshold, with nothing verified: the same blocks whatever corrects their confidences. Those of a greedy,
+    a coupled and a rejection request survive as the raw logits say, each moved and divided as its rule's table says."""
+    rules = (("rejection", 0.0, 0.3), ("coupled", 1.0, -0.6), ("rejection", 1.0, None))
+    temperatures = np.array([1.5, 0.7, 2.0])
+    requests = [
+        Request((1, 2, 3), 8, Sampling(0.0), 1),
+        Request((2, 2, 1), 8, Sampling(0.7), 2, verification="coupled"),
+        Request((2, 1), 8, Sampling(0.9), 3, verification="rejection"),
+    ]
+
+    def survivals(tables: list[Calibration]) -> list[np.ndarray]:
+        config = engine_config(mode="threshold", calibration=CalibrationTables(tuple(tables)), confidence_threshold=1.0)
+        engine, seen = Engine(*models, config), {}
+
+        def watch(report: Any) -> None:
+            if report.survival is not None:
+                for row, request in enumerate(report.requests):
+                    seen.setdefault(request, []).append(np.array(report.survival[row], np.float64))
+
+        engine.watch(watch)
+        ids = [engine.submit(request) for request in requests]
+        engine.run()
+        return [np.stack(seen[i]) for i in ids]
+
+    raw = survivals([Calibration(np.ones(BLOCK), None, None, rule, t) for rule, t, _ in rules])
+    got = survivals([Calibration(temperatures, None, None, rule, t, shift) for rule, t, shift in rules])
+    for before, after, (_, _, shift) in zip(raw, got, rules, strict=True):
+        assert before.shape == after.shape and len(before) >= 6
+        known = before[(before > 0).all(axis=1)]
+        p = known / np.concatenate([np.ones_like(known[:, :1]), known[:, :-1]], axis=1)
+        logits = (np.log(p / (1 - p)) + (shift or 0.0)) / temperatures
+        want = np.cumprod(1 / (1 + np.exp(-logits)), axis=1)
+        np.testing.assert_allclose(after[(before > 0).all(axis=1)], want, rtol=1e-4)
+        assert len(known) >= 4 and not np.allclose(want, known, rtol=0.02)
 
 
 def test_drafting_for_some_slots_is_that_part_of_drafting_for_all() -> None:

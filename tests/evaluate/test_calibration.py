@@ -279,8 +279,35 @@ def test_a_shifted_table_is_fitted_beside_the_papers_and_measured(
     assert run(True) == found and len(load_tables(tmp_path / "drafter" / "calibration.json")) == 2
     with caplog.at_level(logging.WARNING):
         assert run(False) == {"rejection_t1": plain}
-    assert "its tables for rejection at T = 1 with a shift are not among these and go" in caplog.text
+    words = "its tables for rejection at T = 1 with a shift are not among these and go; name them in tables (and shift"
+    assert words in caplog.text and "better without" not in caplog.text
     assert [table.shift for table in load_tables(tmp_path / "drafter" / "calibration.json")] == [None]
+
+
+def test_a_shift_that_its_records_do_not_decide_or_that_does_not_help_is_said(
+    case: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """All blocks of the fit are accepted where the head says one half, none of the held-out ones: no candidate is large
+    enough, and the smallest would have been better."""
+    config, models = case
+
+    def batch(recorder: Any, tasks: Any, first: int, rows: int) -> Blocks:
+        accepted = np.full(4, BLOCK if tasks[0].suite == "fit" else 0, np.int32)
+        return Blocks(
+            np.zeros((4, BLOCK), np.float32), accepted, np.full((4, BLOCK), 0.5, np.float32), np.zeros(4, int)
+        )
+
+    monkeypatch.setattr(calibration, "_decode_batch", batch)
+    monkeypatch.setattr(CalibrationRun, "_recorder", lambda self, table: object())
+    monkeypatch.setattr(calibration.figures, "reliability", lambda *a: True)
+    config = dataclasses.replace(config, tables=config.tables[:1], shift=True)
+    with caplog.at_level(logging.WARNING):
+        found = CalibrationRun(config, tmp_path / "out", models).run()["rejection_t1_shifted"]
+    assert found["shift"] == 1.0
+    assert "its shift 1 is an end of the candidates" in found["warnings"][0]
+    assert found["warnings"][-1] == "its largest error over heldout is 0.982, without a shift 0.5: better without"
+    assert found["warnings"][-1] in (tmp_path / "out" / "calibration_report.md").read_text()
+    assert all(line in caplog.text for line in found["warnings"])
 
 
 def test_a_target_whose_weights_were_replaced_is_another_one(case: Any, tmp_path: Path) -> None:
@@ -376,6 +403,28 @@ def test_generate_logs_a_missing_table(case: Any, caplog: Any) -> None:
     assert "no calibration table for rejection at temperature 1" in caplog.text
 
 
+def test_generate_admits_by_shifted_confidences(case: Any) -> None:
+    """Steps that hardly cost more with drafts: all are offered, and none where a shift of -30 makes them hopeless."""
+    _, models = case
+    table = StepTimeTable(tokens=[1, 2, 3], milliseconds=[1.0, 1.01, 1.02])
+
+    def offered(calibration: Calibration) -> np.ndarray:
+        found = generate(
+            *models,
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            seeds=jnp.zeros(1, jnp.uint32),
+            max_new_tokens=8,
+            admit="early_stop",
+            step_time=table,
+            calibration=calibration,
+        )
+        return np.asarray(found.offered)
+
+    assert offered(Calibration(np.ones(BLOCK), shift=0.0)).max() == BLOCK
+    assert offered(Calibration(np.ones(BLOCK), shift=-30.0)).max() == 0
+
+
 def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> None:
     shipped = load_toml(ROOT / "configs" / "calibrate" / "smollm2.toml", CalibrateConfig, ["install=false"])
     assert [t.name for t in shipped.tables] == ["rejection_t1", "coupled_t1", "greedy"] and not shipped.install
@@ -386,6 +435,7 @@ def test_the_shipped_configuration_loads_and_mistakes_are_named(case: Any) -> No
         ("fit=[{name='a', path='b'}, {name='a', path='c'}]", "fit: names must differ, found a, a"),
         ("tables=[{name='a', temperature=1}, {name='b', temperature=1}]", "tables must be there and differ"),
         ("tables=[{name='a', temperature=-1}]", "temperature must be"),
+        ("tables=[{name='a', temperature=1}, {name='a_shifted', temperature=0}]", "'a_shifted' is the name of another"),
         ("speed=1", "unknown key speed"),
     ):
         with pytest.raises(ValueError, match=why):
