@@ -131,13 +131,11 @@ def run_curves(args: argparse.Namespace) -> dict[str, Any]:
     traces, about = traces_of(args)
     if wrong := [count for count in args.fixed if not 1 <= count <= traces.width]:
         raise ValueError(f"--fixed: {wrong[0]} drafts, but a block of these traces has 1 to {traces.width}")
-    first = Traces(
-        traces.survival[:, :1],
-        traces.accepted.clip(max=1),
-        traces.starts,
-        traces.kinds,
-        traces.temperature[:1],
-        traces.shift,
+    first = dataclasses.replace(
+        traces,
+        survival=traces.survival[:, :1],
+        accepted=traces.accepted.clip(max=1),
+        temperature=traces.temperature[:1],
     )
     drafters = {
         "dspark": (traces, Clock(times, args.context, args.measured)),

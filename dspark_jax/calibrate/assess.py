@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_jax.calibrate.metrics import auc, brier, ece, reliability, survival_scores
+from dspark_jax.calibrate.sts import GRID, SHIFTS
+from dspark_jax.calibrate.tables import Calibration
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+
+LEAST_OUTCOMES = 50
+"""Accepted and rejected blocks that a position's temperature should rest on: with fewer, chance decides it."""
 
 
 def assess(
@@ -67,6 +72,31 @@ def outcomes(accepted: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     labels = np.asarray(accepted, np.float64)
     kept = labels.sum(0).astype(np.int64)
     return kept, np.concatenate([[len(labels)], kept[:-1]]) - kept
+
+
+def doubts(calibration: Calibration, labels: np.ndarray) -> list[str]:
+    """A line for every temperature, and a shift, that its records do not really decide.
+
+    Args:
+        labels: ``[N, G]`` of the blocks of the fit.
+    """
+    found = []
+    temperatures = np.asarray(calibration.temperature)
+    if calibration.shift is not None and float(calibration.shift) in (SHIFTS[0], SHIFTS[-1]):
+        found.append(
+            f"its shift {float(calibration.shift):g} is an end of the candidates: the confidences may be further off"
+        )
+    for k, (t, accepted, rejected) in enumerate(zip(temperatures, *outcomes(labels), strict=True), 1):
+        if min(accepted, rejected) < LEAST_OUTCOMES:
+            found.append(
+                f"position {k}: its temperature {t:.3g} rests on {accepted} accepted and {rejected} rejected blocks; "
+                f"{LEAST_OUTCOMES} of each are advised, so decode more prompts (blocks)"
+            )
+        if t in (GRID[0], GRID[-1]):
+            found.append(
+                f"position {k}: its temperature {t:.3g} is an end of the grid: the confidences mean little here"
+            )
+    return found
 
 
 def _conditional_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -14,8 +14,8 @@ import numpy as np
 
 from dspark_jax import load_drafter, load_target
 from dspark_jax.calibrate import Calibration, fit, load_tables, save_tables
-from dspark_jax.calibrate.assess import assess, diagram, outcomes
-from dspark_jax.calibrate.sts import GRID, SHIFTS
+from dspark_jax.calibrate.assess import assess, diagram, doubts
+from dspark_jax.calibrate.sts import SHIFTS
 from dspark_jax.checkpoint.drafter_files import CALIBRATION_FILE
 from dspark_jax.config import Sampling
 from dspark_jax.data.line_file import differences, known
@@ -35,8 +35,6 @@ LOG = logging.getLogger("dspark_jax.calibrate")
 HEADER = "records.json"
 ADVISED_BLOCKS = 10_000
 """Below it the noise of an ECE of 10 bins is of the size of what is measured."""
-LEAST_OUTCOMES = 50
-"""Accepted and rejected blocks that a position's temperature should rest on: with fewer, chance decides it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,31 +287,6 @@ class CalibrationRun:
 def shifted_name(table: str) -> str:
     """What the shifted table beside another is called in reports."""
     return f"{table}_shifted"
-
-
-def doubts(calibration: Calibration, labels: np.ndarray) -> list[str]:
-    """A line for every temperature, and a shift, that its records do not really decide.
-
-    Args:
-        labels: ``[N, G]`` of the blocks of the fit.
-    """
-    found = []
-    temperatures = np.asarray(calibration.temperature)
-    if calibration.shift is not None and float(calibration.shift) in (SHIFTS[0], SHIFTS[-1]):
-        found.append(
-            f"its shift {float(calibration.shift):g} is an end of the candidates: the confidences may be further off"
-        )
-    for k, (t, accepted, rejected) in enumerate(zip(temperatures, *outcomes(labels), strict=True), 1):
-        if min(accepted, rejected) < LEAST_OUTCOMES:
-            found.append(
-                f"position {k}: its temperature {t:.3g} rests on {accepted} accepted and {rejected} rejected blocks; "
-                f"{LEAST_OUTCOMES} of each are advised, so decode more prompts (blocks)"
-            )
-        if t in (GRID[0], GRID[-1]):
-            found.append(
-                f"position {k}: its temperature {t:.3g} is an end of the grid: the confidences mean little here"
-            )
-    return found
 
 
 def _decode_batch(recorder: Recorder, tasks: Sequence[Task], first: int, rows: int) -> Blocks:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import Calibration, CalibrationTables, load_tables
-from dspark_jax.calibrate.assess import diagram
+from dspark_jax.calibrate.assess import diagram, doubts
 from dspark_jax.config import Sampling
 from dspark_jax.config_toml import load_toml
 from dspark_jax.engine.policy import Corrections
@@ -157,7 +157,7 @@ def test_temperatures_that_records_do_not_decide_are_named() -> None:
     position 3 is the grid's largest."""
     accepted = np.repeat([0, 1, 2, 3], [200, 40, 60, 100])
     labels = (accepted[:, None] > np.arange(3)).astype(float)
-    found = calibration.doubts(Calibration(np.array([1.0, 2.0, 4.0])), labels)
+    found = doubts(Calibration(np.array([1.0, 2.0, 4.0])), labels)
     assert len(found) == 2
     assert found[0].startswith("position 2: its temperature 2 rests on 160 accepted and 40 rejected blocks; 50 of each")
     assert found[1].startswith("position 3: its temperature 4 is an end of the grid")
